@@ -1,0 +1,48 @@
+"""mxd: train, share and splice faithful sparse replacement layers for frozen language models.
+
+The public names are loaded on first use, so that ``import mxd`` and ``mxd --help`` stay fast.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LAYERS": "mxd.layers",
+    "Code": "mxd.layers",
+    "MLPShape": "mxd.layers",
+    "ReplacementConfig": "mxd.layers",
+    "ReplacementLayer": "mxd.layers",
+    "FrozenModel": "mxd.model",
+    "load_frozen": "mxd.model",
+    "Provenance": "mxd.checkpoint",
+    "load_layer": "mxd.checkpoint",
+    "save_layer": "mxd.checkpoint",
+    "RunConfig": "mxd.config",
+    "load_config": "mxd.config",
+    "splice": "mxd.splice",
+    "spliced": "mxd.splice",
+    "train": "mxd.train",
+    "evaluate": "mxd.evaluation.faithfulness",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the file that defines it.
+
+    Raises:
+        AttributeError: ``name`` is not public; the message lists the choices.
+    """
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'mxd' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted(__all__)

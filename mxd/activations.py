@@ -1,0 +1,185 @@
+"""Blocks of token ids -> shuffled batches of activations, as one plain generator.
+
+The stream is cut into windows of ``buffer_tokens`` tokens. The base model runs over a window's contexts, the inputs
+and outputs of every wanted MLP are kept, and the window's tokens are permuted and handed out in batches. Nothing is
+carried from one window to the next but a position in the text, so a run resumes exactly by recomputing one window.
+(The paper refills a buffer when half empty, which mixes as many tokens but has a memory of its whole past.)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mxd.data import Blocks, mask_of
+from mxd.errors import MxdError
+from mxd.model import FrozenModel
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place between two batches: a window that begins ``offset`` counted tokens into ``context``, a batch in it."""
+
+    context: int = 0
+    offset: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of shuffled token activations."""
+
+    sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
+    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every layer."""
+    ids: Int[Tensor, " tokens"]
+    """The token ids."""
+    output_means: dict[int, Float[Tensor, " d_out"]]
+    """Layer -> mean MLP output over the whole window this batch is from."""
+    cursor: Cursor
+    """Where the next batch is."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    rows: Int[np.ndarray, "contexts context"]
+    counted: list[Int[np.ndarray, " _"]]
+    next: Cursor
+    """Where the next window begins."""
+
+
+def buffer_bytes(widths: Sequence[tuple[int, int]], buffer_tokens: int) -> int:
+    """Return the memory of one window of float32 activations, for sites of the given (d_in, d_out)."""
+    return buffer_tokens * 4 * sum(d_in + d_out for d_in, d_out in widths)
+
+
+def activation_batches(
+    model: FrozenModel,
+    layers: Sequence[int],
+    blocks: Blocks,
+    batch_tokens: int = 4096,
+    buffer_tokens: int = 131_072,
+    masked_ids: Sequence[int] = (),
+    seed: int = 0,
+    forward_contexts: int = 32,
+    start: Cursor | None = None,
+) -> Iterator[Batch]:
+    """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
+
+    Args:
+        model: the frozen base model.
+        layers: the sites; all are recorded from one forward, which stops after the last.
+        blocks: the contexts.
+        batch_tokens: tokens in a batch.
+        buffer_tokens: tokens in a window, rounded down to whole batches; memory is ``buffer_bytes``.
+        masked_ids: positions that hold one of these tokens are left out.
+        seed: orders the tokens of a window.
+        forward_contexts: contexts the base model runs over at a time.
+        start: where to begin.
+
+    Raises:
+        MxdError: an activation is not finite, a target has norm zero, or the mask leaves nothing.
+    """
+    cursor = start or Cursor()
+    per_window = max(1, buffer_tokens // batch_tokens)
+    source = blocks(cursor.context)
+    held: np.ndarray | None = None
+    while True:
+        window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
+        if window is None:
+            return
+        ids, buffers = _fill(model, layers, window, forward_contexts)
+        means = {layer: y.mean(0) for layer, (_, y) in buffers.items()}
+        generator = torch.Generator().manual_seed(
+            int(np.random.default_rng([seed, cursor.context, cursor.offset]).integers(2**62))
+        )
+        order = torch.randperm(len(ids), generator=generator).to(model.device)
+        whole = len(ids) // batch_tokens
+        for b in range(cursor.batch, whole):
+            rows = order[b * batch_tokens : (b + 1) * batch_tokens]
+            here = Cursor(cursor.context, cursor.offset, b + 1)
+            yield Batch(
+                sites={layer: (x[rows], y[rows]) for layer, (x, y) in buffers.items()},
+                ids=ids[rows],
+                output_means=means,
+                cursor=here if b + 1 < whole else window.next,
+            )
+        if whole < per_window:
+            return
+        cursor = window.next
+
+
+def _plan(
+    source: Iterator[np.ndarray], held: np.ndarray | None, start: Cursor, tokens: int, masked: Sequence[int]
+) -> tuple[_Window | None, np.ndarray | None]:
+    """Take contexts until ``tokens`` positions count; the context cut in two is handed back for the next window."""
+    rows, counted = [], []
+    context, offset, missing = start.context, start.offset, tokens
+    useless = 0
+    while missing:
+        row = held if held is not None else next(source, None)
+        held = None
+        if row is None:
+            break
+        positions = np.flatnonzero(mask_of(row, masked))[offset:]
+        useless = 0 if len(positions) or offset else useless + 1
+        if useless > 1000:
+            raise MxdError(
+                "1,000 contexts in a row hold nothing but masked tokens; check data.mask_special and the text."
+            )
+        taken = positions[:missing]
+        rows.append(row)
+        counted.append(taken)
+        missing -= len(taken)
+        if len(taken) < len(positions):
+            held, offset = row, offset + len(taken)
+        else:
+            context, offset = context + 1, 0
+    if not rows:
+        return None, None
+    return _Window(np.stack(rows), counted, Cursor(context, offset)), held
+
+
+def _fill(
+    model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int
+) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+    """Run the base model over a window and keep the counted positions' activations."""
+    total = sum(map(len, window.counted))
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+    kept_ids = torch.empty(total, dtype=torch.int64, device=model.device)
+    done = 0
+    for first in range(0, len(window.rows), forward_contexts):
+        rows = torch.from_numpy(window.rows[first : first + forward_contexts]).to(model.device, torch.int64)
+        counted = window.counted[first : first + forward_contexts]
+        flat = np.concatenate([i * rows.shape[1] + positions for i, positions in enumerate(counted)])
+        keep = torch.from_numpy(flat).to(model.device)
+        stop = done + len(flat)
+        kept_ids[done:stop] = rows.reshape(-1)[keep]
+        for layer, pair in model.record(rows, layers).items():
+            if layer not in buffers:
+                buffers[layer] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
+            for buffer, tensor in zip(buffers[layer], pair, strict=True):
+                buffer[done:stop] = tensor.reshape(-1, tensor.shape[-1])[keep]
+        done = stop
+    for layer, (x, y) in buffers.items():
+        _check(layer, x, y, kept_ids, model)
+    return kept_ids, buffers
+
+
+def _check(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
+    """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero."""
+    norms = torch.linalg.vector_norm(y, dim=-1)
+    bad = ~torch.isfinite(norms) | ~torch.isfinite(x.sum(-1))
+    problem = "is not finite"
+    if not bad.any():
+        bad, problem = norms == 0, "has norm zero, so the normalized MSE is not defined"
+    if bad.any():
+        token = int(ids[bad.nonzero()[0, 0]])
+        text = model.tokenizer.decode([token]) if model.tokenizer is not None else ""
+        raise MxdError(
+            f"layer {layer}: an activation {problem} in {int(bad.sum()):,} of {len(bad):,} tokens, first at token id "
+            f"{token} {text!r}. Mask such tokens (data.mask_special), choose another layer, or load the base model "
+            "in float32."
+        )

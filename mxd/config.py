@@ -1,0 +1,305 @@
+"""The configuration of a run: YAML, overrides by dotted name, sweeps, and every check that needs no model."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from mxd.errors import MxdError
+from mxd.layers import LAYERS, AnyReplacement
+from mxd.layers.sizing import Match
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown fields refused, docstrings used as help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The base model."""
+
+    source: str = "tiny-gpt2"
+    """Bundled name, Hub id, local folder or .gguf file."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype the base model runs in; activations and replacements are float32."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``mps``."""
+    trust_remote_code: bool = False
+    """Run model code from the Hub repository."""
+
+
+class DataConfig(Section):
+    """The text."""
+
+    source: str = "bundled"
+    """``bundled``, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset (``org/name[:config]``)."""
+    split: str = "train"
+    """Which split."""
+    column: str = "text"
+    """Field that holds the text."""
+    streaming: bool = False
+    """Read a Hub dataset as it comes, without downloading it whole."""
+    context: PositiveInt = 128
+    """Tokens in a context."""
+    bos: bool = True
+    """Begin each context with BOS where the tokenizer has one."""
+    mask_special: bool = True
+    """Leave special tokens (BOS, EOS, PAD) out of training and evaluation; the base MLP answers there when spliced."""
+
+
+class SizingConfig(Section):
+    """How many units each replacement gets, unless it states ``num_units``."""
+
+    expansion: PositiveInt = 32
+    """Width of the transcoder that sets the parameter budget, as a multiple of the model's width."""
+    match: Match = "exact"
+    """``exact`` counts true parameters; ``paper`` follows the MxD paper's table 2."""
+
+
+class Recipe(Section):
+    """Optimiser settings that belong together."""
+
+    lr: PositiveFloat
+    """Learning rate of Adam after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+    warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Used where it asks for more steps than ``warmup_steps``: share of all steps."""
+
+
+RECIPES = {"paper": Recipe(lr=1e-4, warmup_steps=5000), "short": Recipe(lr=1e-3, warmup_share=0.1)}
+"""``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: for runs of some hundred to some thousand steps."""
+
+
+class TrainingConfig(Section):
+    """How replacements are trained."""
+
+    recipe: Literal["paper", "short"] = "paper"
+    """Named optimiser settings; ``lr`` and ``warmup_steps`` override them."""
+    tokens: PositiveInt = 480_000_000
+    """Token activations to train on."""
+    batch_tokens: PositiveInt = 4096
+    """Token activations in a step."""
+    buffer_tokens: PositiveInt = 131_072
+    """Token activations mixed at a time; memory is this times 8 bytes times the model's width times the layers."""
+    lr: PositiveFloat | None = None
+    """Learning rate; the recipe's by default."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear warm-up; the recipe's by default."""
+    accumulation: PositiveInt = 1
+    """Split each step's batch in this many parts to lower memory; the gradient is that of the whole batch."""
+    clip_norm: PositiveFloat | None = None
+    """Clip each replacement's gradient to this norm."""
+    dead_after: PositiveInt = 1_000_000
+    """A unit that was not active for this many tokens counts as dead (``tokens / 4`` if that is less)."""
+    log_every: PositiveInt = 50
+    """Steps between lines of metrics.jsonl."""
+    save_every: PositiveInt = 1000
+    """Steps between saved states."""
+    trackers: tuple[str, ...] = ()
+    """Trackers of accelerate: tensorboard, wandb, trackio ..."""
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps."""
+        return self.tokens // self.batch_tokens
+
+    @property
+    def settings(self) -> Recipe:
+        """Learning rate and warm-up after overrides."""
+        recipe = RECIPES[self.recipe]
+        warmup = max(recipe.warmup_steps, round(recipe.warmup_share * self.steps))
+        if self.warmup_steps is not None:
+            warmup = self.warmup_steps
+        return Recipe(lr=self.lr or recipe.lr, warmup_steps=warmup)
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        if self.steps < 1:
+            raise ValueError(f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}")
+        if self.buffer_tokens < self.batch_tokens:
+            raise ValueError(f"buffer_tokens = {self.buffer_tokens} is less than batch_tokens = {self.batch_tokens}")
+        if self.batch_tokens % self.accumulation:
+            raise ValueError(f"accumulation = {self.accumulation} does not divide batch_tokens = {self.batch_tokens}")
+        return self
+
+
+class RunConfig(Section):
+    """One run: replacements x layers, trained from one stream of activations."""
+
+    run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder."""
+    out: str = "checkpoints"
+    """Folder that holds runs."""
+    seed: NonNegativeInt = 0
+    """Seed of initialisation, text order and shuffling."""
+    layers: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
+    """Blocks whose MLPs are replaced, counted from 0."""
+    replacements: tuple[AnyReplacement, ...] = Field(min_length=1)
+    """What to train at each layer; a list where a value stands makes the product."""
+    model: ModelConfig = ModelConfig()
+    """The base model."""
+    data: DataConfig = DataConfig()
+    """The text."""
+    sizing: SizingConfig = SizingConfig()
+    """Parameter matching."""
+    training: TrainingConfig = TrainingConfig()
+    """The recipe."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lands."""
+        return Path(self.out) / self.run
+
+    @field_validator("replacements", mode="before")
+    @classmethod
+    def _sweep(cls, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return value
+        return [choice for item in value for choice in expand(item)]
+
+    @field_validator("layers", mode="after")
+    @classmethod
+    def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"layers {list(value)} names a layer twice")
+        return value
+
+
+def expand(value: Any) -> list[Any]:
+    """Return the product over every list inside a nested mapping; a value without lists gives itself alone."""
+    if isinstance(value, dict):
+        parts = [expand(v) for v in value.values()]
+        return [dict(zip(value, choice, strict=True)) for choice in itertools.product(*parts)]
+    if isinstance(value, list):
+        return [choice for item in value for choice in expand(item)]
+    return [value]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply overrides, check everything that can be checked without the model.
+
+    Args:
+        path: the YAML file.
+        overrides: command-line words, ``--training.tokens 100000`` or ``--training.tokens=100000``; values are YAML;
+            numbers index lists (``--replacements.0.sparsity.k [8,16]``).
+
+    Raises:
+        MxdError: no such file, not YAML, an unknown field or a bad value.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MxdError(f"cannot read config {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MxdError(f"{path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise MxdError(f"{path}: expected a mapping of fields at the top, got {type(raw).__name__}.")
+    for name, value in _pairs(overrides):
+        _set(raw, name.split("."), value, name)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
+    """Validate plain data as a run's config.
+
+    Raises:
+        MxdError: with one line for each problem.
+    """
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"{where}: {error.error_count()} problem(s)"]
+        for problem in error.errors(include_url=False):
+            place = ".".join(str(p) for p in problem["loc"])
+            lines.append(f"  {place}: {problem['msg']}" + _hint(problem))
+        raise MxdError("\n".join(lines)) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return the config as YAML, every field spelled out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def fields_help() -> str:
+    """Return one line for every field that ``--a.b value`` can set."""
+    lines: list[str] = []
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                walk(field.annotation, f"{prefix}{name}.")
+            else:
+                default = "required" if field.is_required() else f"default {field.get_default()!r}"
+                lines.append(f"--{prefix}{name}  {field.description} ({default})")
+
+    walk(RunConfig, "")
+    for method, config in LAYERS.items():
+        names = ", ".join(n for n in config.model_fields if n != "method")
+        lines.append(f"--replacements.N.FIELD  for method {method}: {names}")
+    return "\n\n".join(lines)
+
+
+def _hint(problem: Any) -> str:
+    """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
+    if problem["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for part in problem["loc"][:-1]:
+            fields = getattr(section, "model_fields", {})
+            section = fields[part].annotation if part in fields else LAYERS.get(str(part), section)
+        return f"; fields here: {', '.join(getattr(section, 'model_fields', {}))}"
+    if problem["type"].startswith("union_tag"):
+        return f" (methods: {', '.join(LAYERS)}; sparsities: topk, random_k, relu_l1)"
+    return ""
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
+    pairs, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise MxdError(f"expected an override like --training.tokens 100000, got {word!r}.")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise MxdError(f"override --{name} has no value.")
+            text = rest.pop(0)
+        try:
+            pairs.append((name.replace("-", "_"), yaml.safe_load(text)))
+        except yaml.YAMLError as error:
+            raise MxdError(f"override --{name}: {text!r} is not a YAML value.") from error
+    return pairs
+
+
+def _set(target: Any, path: list[str], value: Any, name: str) -> None:
+    for part in path[:-1]:
+        target = target[_index(target, part, name)] if isinstance(target, list) else target.setdefault(part, {})
+        if not isinstance(target, dict | list):
+            raise MxdError(f"override --{name}: {part!r} holds {target!r}, not a section.")
+    if isinstance(target, list):
+        target[_index(target, path[-1], name)] = value
+    else:
+        target[path[-1]] = value
+
+
+def _index(items: list[Any], part: str, name: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise MxdError(f"override --{name}: {part!r} is not one of the indices 0 ... {len(items) - 1}.")
+    return int(part)

@@ -1,0 +1,206 @@
+"""Text -> blocks of token ids. Documents are packed into contexts of fixed length, BOS first where the model has one.
+
+Finite sources are tokenised once, in an order drawn from the seed, and read again in a new order every epoch; Hub
+datasets can also be streamed, in which case resuming re-reads (but does not re-run the model on) what went before.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from mxd.errors import MxdError, unknown
+from mxd.model import bundled_path
+
+SPLITS = ("train", "validation", "test")
+LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
+HELD_OUT_PERCENT = 5
+"""Of the documents of a local source without its own splits, this share is validation, and as much again test."""
+
+Blocks = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
+"""``blocks(n)`` yields the contexts of a stream from number n on."""
+
+
+def documents(
+    source: str, split: str = "train", column: str = "text", streaming: bool = False, seed: int = 0
+) -> Iterable[str]:
+    """Return the documents of a text source.
+
+    Args:
+        source: ``bundled``; a local ``.txt`` (one document), ``.jsonl`` or ``.parquet`` file; a folder of such files;
+            or a Hub dataset, ``org/name`` or ``org/name:config``.
+        split: for a folder that has a file of that name (``train.jsonl``), that file; for other local sources a
+            split by document, drawn from a hash of its text; for Hub datasets the dataset's own split.
+        column: the field that holds the text.
+        streaming: read a Hub dataset without downloading it whole.
+        seed: orders a streamed dataset.
+
+    Raises:
+        MxdError: nothing there, no such column or split, or the Hub cannot be reached.
+    """
+    if source == "bundled":
+        if split not in SPLITS:
+            raise unknown("split", split, SPLITS)
+        return list(_read_file(bundled_path("text") / f"{split}.parquet", column))
+    path = Path(source)
+    if path.exists():
+        return list(_local(path, split, column))
+    if path.suffix in LOCAL_SUFFIXES:
+        raise MxdError(f"no text file at {source!r}.")
+    return _hub(source, split, column, streaming, seed)
+
+
+def special_ids(tokenizer: Any) -> list[int]:
+    """Return the ids of the tokenizer's special tokens (BOS, EOS, PAD ...), sorted."""
+    return sorted(set(tokenizer.all_special_ids))
+
+
+def mask_of(ids: Int[np.ndarray, "*shape"], masked: Iterable[int]) -> Bool[np.ndarray, "*shape"]:
+    """Return True where a position counts: its token is not one of the masked ids."""
+    return ~np.isin(ids, list(masked))
+
+
+def token_blocks(
+    texts: Iterable[str],
+    tokenizer: Any,
+    context: int = 128,
+    bos: bool = True,
+    seed: int = 0,
+    repeat: bool = True,
+    shuffle: bool = True,
+) -> Blocks:
+    """Pack documents into contexts of ``context`` tokens.
+
+    Each document is followed by EOS where the tokenizer has one; each context begins with BOS where the tokenizer has
+    one and ``bos`` is set. The last incomplete context is dropped.
+
+    Args:
+        texts: documents; a list is tokenised at once, any other iterable lazily and once, in its own order.
+        tokenizer: a Hugging Face tokenizer.
+        context: tokens in a context.
+        bos: begin each context with BOS.
+        seed: orders documents, and contexts within every epoch.
+        repeat: begin a new epoch, in a new order, when a list is at its end.
+        shuffle: whether a list is reordered at all (off for evaluation).
+
+    Raises:
+        MxdError: the texts hold not even one context.
+    """
+    first = tokenizer.bos_token_id if bos else None
+    if not isinstance(texts, list):
+        return lambda start: islice(_pack(texts, tokenizer, context, first), start, None)
+    rng = np.random.default_rng(seed)
+    ordered = [texts[i] for i in rng.permutation(len(texts))] if shuffle else texts
+    packed = np.array(list(_pack(ordered, tokenizer, context, first)), dtype=np.int32)
+    if len(packed) == 0:
+        raise MxdError(
+            f"the text holds less than one context of {context} tokens; give more text or a shorter context."
+        )
+
+    def blocks(start: int) -> Iterator[np.ndarray]:
+        epoch, row = divmod(start, len(packed))
+        while epoch == 0 or repeat:
+            order = np.random.default_rng([seed, epoch]).permutation(len(packed)) if shuffle else range(len(packed))
+            for i in order[row:]:
+                yield packed[i]
+            epoch, row = epoch + 1, 0
+
+    return blocks
+
+
+def _pack(texts: Iterable[str], tokenizer: Any, context: int, first: int | None) -> Iterator[np.ndarray]:
+    head = [] if first is None else [first]
+    room = context - len(head)
+    eos = tokenizer.eos_token_id
+    pending: list[int] = []
+    source = iter(texts)
+    while batch := list(islice(source, 256)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            pending.extend(ids)
+            if eos is not None:
+                pending.append(eos)
+        whole = len(pending) // room
+        for i in range(whole):
+            yield np.array(head + pending[i * room : (i + 1) * room], dtype=np.int32)
+        pending = pending[whole * room :]
+
+
+def _local(path: Path, split: str, column: str) -> Iterator[str]:
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in LOCAL_SUFFIXES)
+    if not files or any(f.suffix not in LOCAL_SUFFIXES for f in files):
+        raise MxdError(f"no text in {str(path)!r}; expected a file or a folder of {', '.join(LOCAL_SUFFIXES)}.")
+    named = [f for f in files if f.stem == split]
+    texts = (text for file in named or files for text in _read_file(file, column))
+    if not named:
+        if split not in SPLITS:
+            raise unknown("split", split, SPLITS)
+        texts = (text for text in texts if _hash_split(text) == split)
+    empty = True
+    for text in texts:
+        empty = False
+        yield text
+    if empty:
+        raise MxdError(
+            f"{str(path)!r} has no document in split {split!r}. A local source without a file named {split!r} is split "
+            f"by document ({HELD_OUT_PERCENT}% validation, {HELD_OUT_PERCENT}% test), so it needs many documents."
+        )
+
+
+def _hash_split(text: str) -> str:
+    bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
+    if bucket < HELD_OUT_PERCENT:
+        return "validation"
+    return "test" if bucket < 2 * HELD_OUT_PERCENT else "train"
+
+
+def _read_file(path: Path, column: str) -> Iterator[str]:
+    try:
+        if path.suffix == ".txt":
+            yield path.read_text(encoding="utf-8")
+        elif path.suffix == ".jsonl":
+            for line in path.read_text(encoding="utf-8").split("\n"):  # JSON strings may hold other line ends
+                if line.strip():
+                    yield _text_of(json.loads(line), column, path)
+        else:
+            import pyarrow.parquet as pq
+
+            table = pq.ParquetFile(path)
+            _text_of(dict.fromkeys(table.schema_arrow.names, ""), column, path)
+            for batch in table.iter_batches(columns=[column]):
+                yield from (_text_of({column: text}, column, path) for text in batch.column(0).to_pylist())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise MxdError(f"cannot read text from {str(path)!r}: {error}") from error
+
+
+def _text_of(row: Any, column: str, where: object) -> str:
+    if not isinstance(row, dict) or column not in row:
+        have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise MxdError(f"{where}: no text column {column!r}; it has: {have}. Set data.column.")
+    return "" if row[column] is None else str(row[column])
+
+
+def _hub(source: str, split: str, column: str, streaming: bool, seed: int) -> Iterable[str]:
+    import datasets
+
+    name, _, subset = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=split, streaming=streaming)
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # HTTP, offline, missing-dataset and unknown-split errors are among these
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise MxdError(
+            f"cannot load dataset {source!r}, split {split!r}: {reason}\n"
+            "Expected `bundled`, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset that can be reached."
+        ) from error
+    if rows.column_names is not None:
+        _text_of(dict.fromkeys(rows.column_names, ""), column, source)
+    if not streaming:
+        return [_text_of({column: text}, column, source) for text in rows[column]]
+    return (_text_of(row, column, source) for row in rows.shuffle(seed=seed, buffer_size=10_000))

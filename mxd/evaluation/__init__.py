@@ -1,0 +1,1 @@
+"""One file per question: is it faithful, does it decompose, ..."""

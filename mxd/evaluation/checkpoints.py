@@ -1,0 +1,115 @@
+"""Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mxd.checkpoint import Trained, find_layers, load_layer, versions, write_json
+from mxd.config import DataConfig
+from mxd.data import documents, token_blocks
+from mxd.errors import MxdError
+from mxd.evaluation.faithfulness import Sets, evaluate
+from mxd.model import FrozenModel, load_frozen
+
+
+def evaluate_checkpoints(
+    paths: Sequence[str | Path],
+    together: bool = False,
+    data: Mapping[str, Any] | None = None,
+    tokens: int = 65_536,
+    model: str | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Measure checkpoints on held-out text.
+
+    Args:
+        paths: layer folders, or run folders (all layers in them).
+        together: splice all of them at once, instead of each alone.
+        data: fields of the training text to change; the split is ``validation`` unless given here.
+        tokens: positions to read.
+        model: base model to use in place of the one the checkpoints name (a local copy of it, say).
+        device: where to run.
+
+    Returns:
+        What was measured, with all it depends on; ``results`` maps each name to its numbers.
+
+    Raises:
+        MxdError: a damaged checkpoint, checkpoints of several base models, or no held-out text.
+    """
+    loaded = {name_of(path): load_layer(path) for given in paths for path in find_layers(given)}
+    sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
+    if len(sources) != 1:
+        raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
+    source, revision, dtype = sources.pop()
+    first = next(iter(loaded.values()))
+    text = DataConfig.model_validate({**first.provenance.data, "split": "validation", **(data or {})})
+    base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
+    sets: Sets
+    if together:
+        sets = {"together": _distinct_layers(loaded)}
+    else:
+        sets = {name: {trained.provenance.layer: trained} for name, trained in loaded.items()}
+    results = evaluate(base, sets, held_out_blocks(base, text), tokens)
+    for name, members in sets.items():
+        results[name]["replacements"] = [_describe(t) for t in members.values() if isinstance(t, Trained)]
+    return {
+        "model": source,
+        "revision": base.revision,
+        "data": text.model_dump(),
+        "tokens_asked": tokens,
+        "versions": versions(),
+        "results": results,
+    }
+
+
+def held_out_blocks(base: FrozenModel, text: DataConfig) -> Any:
+    """Return the contexts of an evaluation text once, in one shuffled order, so that a part is like the whole."""
+    if base.tokenizer is None:
+        raise MxdError("the base model has no tokenizer.")
+    texts = documents(text.source, text.split, text.column, text.streaming)
+    return token_blocks(texts, base.tokenizer, text.context, text.bos, repeat=False)
+
+
+def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
+    """Write results as JSON.
+
+    Raises:
+        MxdError: the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dict(results))
+    except OSError as error:
+        raise MxdError(f"cannot write {path}: {error.strerror}.") from error
+    return path
+
+
+def name_of(path: Path) -> str:
+    """Return a checkpoint's name in tables: run and folder."""
+    resolved = path.resolve()
+    return f"{resolved.parent.name}/{resolved.name}"
+
+
+def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
+    members: dict[int, Trained] = {}
+    for name, trained in loaded.items():
+        if trained.provenance.layer in members:
+            raise MxdError(
+                f"--together: two checkpoints replace layer {trained.provenance.layer}, the second is {name}."
+            )
+        members[trained.provenance.layer] = trained
+    return members
+
+
+def _describe(trained: Trained) -> dict[str, Any]:
+    config = trained.layer.config
+    return {
+        "method": config.label,
+        "sparsity": config.sparsity.slug,
+        "k": config.sparsity.max_k,
+        "layer": trained.provenance.layer,
+        "units": config.num_units,
+        "params": config.num_params,
+        "tokens_trained": trained.provenance.tokens,
+    }

@@ -1,0 +1,51 @@
+"""Every replacement layer, by name. A new method is one file here, one line in ``LAYERS``, one YAML, one test file."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from mxd.errors import MxdError, unknown
+from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer
+from mxd.layers.mumoe import CPMuMoEConfig
+from mxd.layers.mxd import MxDConfig
+from mxd.layers.sae import TopKSAEConfig
+from mxd.layers.sizing import match_units, size
+from mxd.layers.transcoder import TranscoderConfig
+
+LAYERS: dict[str, type[ReplacementConfig]] = {
+    "mxd": MxDConfig,
+    "transcoder": TranscoderConfig,
+    "cp_mumoe": CPMuMoEConfig,
+    "topk_sae": TopKSAEConfig,
+}
+
+AnyReplacement = Annotated[MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig, Field(discriminator="method")]
+
+
+def parse_layer(fields: dict[str, Any]) -> ReplacementConfig:
+    """Read a layer's config from plain data, as a checkpoint stores it.
+
+    Raises:
+        MxdError: no or unknown method, or a field the method does not have.
+    """
+    method = fields.get("method")
+    if method not in LAYERS:
+        raise unknown("method", method, LAYERS)
+    try:
+        return TypeAdapter(LAYERS[method]).validate_python(fields)
+    except ValueError as error:
+        raise MxdError(f"bad {method} config: {error}") from error
+
+
+__all__ = [
+    "LAYERS",
+    "AnyReplacement",
+    "Code",
+    "MLPShape",
+    "MLPWeights",
+    "ReplacementConfig",
+    "ReplacementLayer",
+    "match_units",
+    "parse_layer",
+    "size",
+]

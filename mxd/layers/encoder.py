@@ -1,0 +1,99 @@
+"""The dense encoder that the experts of an MxD or muMoE layer share, in the base MLP's form.
+
+z = phi(x E^T + b_E)                                        MLP
+z = psi(x E_glu^T + b_glu) * (x E^T + b_E)                  GLU (MxD, section 2.5)
+"""
+
+from typing import TypeVar
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from mxd.errors import MxdError
+from mxd.layers.base import (
+    ACTIVATIONS,
+    Activation,
+    MLPShape,
+    MLPWeights,
+    ReplacementConfig,
+    linear_init,
+    zeros,
+)
+
+C = TypeVar("C", bound="EncodedConfig")
+
+
+class EncodedConfig(ReplacementConfig):
+    """Fields of the methods that have a dense encoder."""
+
+    hidden: PositiveInt | None = None
+    """Width of the dense encoder; the base MLP's width by default."""
+    activation: Activation | None = None
+    """Activation of the encoder; the base MLP's by default."""
+    glu: bool | None = None
+    """Whether the encoder is a gated linear unit; as the base MLP by default."""
+
+    @property
+    def encoder_params(self) -> int:
+        """Parameters of the encoder, biases included."""
+        return (2 if self.glu else 1) * (self.hidden or 0) * ((self.d_in or 0) + 1)
+
+    def inherit_encoder(self: C, mlp: MLPShape) -> C:
+        """Return a copy with widths, activation and encoder form taken from the base MLP.
+
+        Raises:
+            MxdError: the base MLP's form could not be read and the config does not state it.
+        """
+        known = {"hidden": mlp.hidden, "activation": mlp.activation, "glu": mlp.glu}
+        for name, value in known.items():
+            if getattr(self, name) is None and value is None:
+                raise MxdError(
+                    f"{self.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
+                )
+        return self.given(d_in=mlp.d_in, d_out=mlp.d_out, **known)
+
+
+class DenseEncoder(nn.Module):
+    """``x -> z``, MLP or GLU."""
+
+    def __init__(self, config: EncodedConfig) -> None:
+        super().__init__()
+        d, h = config.d_in, config.hidden
+        assert d and h and config.activation
+        self.activation = ACTIVATIONS[config.activation]
+        self.weight = linear_init(h, d, fan_in=d)
+        self.bias = zeros(h)
+        self.glu_weight = linear_init(h, d, fan_in=d) if config.glu else None
+        self.glu_bias = zeros(h) if config.glu else None
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch hidden"]:
+        """Return the hidden state in the encoder's dtype."""
+        x = x.to(self.weight.dtype)
+        linear = F.linear(x, self.weight, self.bias)
+        if self.glu_weight is None:
+            return self.activation(linear)
+        return self.activation(F.linear(x, self.glu_weight, self.glu_bias)) * linear
+
+    def copy_from(self, base: MLPWeights) -> None:
+        """Copy the base MLP's encoder; a missing bias is zero.
+
+        Raises:
+            MxdError: the shapes or forms differ.
+        """
+        if base.encoder.shape != self.weight.shape or (base.encoder_glu is None) != (self.glu_weight is None):
+            raise MxdError(
+                f"cannot copy a base encoder of shape {tuple(base.encoder.shape)} (GLU: {base.encoder_glu is not None})"
+                f" into one of {tuple(self.weight.shape)} (GLU: {self.glu_weight is not None}); "
+                "leave hidden and glu of the config to the base model."
+            )
+        pairs = [
+            (self.weight, base.encoder),
+            (self.bias, base.encoder_bias),
+            (self.glu_weight, base.encoder_glu),
+            (self.glu_bias, None),
+        ]
+        for parameter, source in pairs:
+            if parameter is not None:
+                parameter.data.copy_(source) if source is not None else parameter.data.zero_()

@@ -1,0 +1,103 @@
+"""Mixture of Decoders (Oldfield et al., arXiv 2505.21364).
+
+    y^ = (a C) * (z D) + b,   z = phi(x E^T + b_E),   a = TopK(relu(x G^T + b_G), K)          equation 5
+
+with ``z`` in the base MLP's own form (section 2.5). Expert n is the full-rank linear map ``W_n = D diag(c_n)``
+(equation 4, lemma 1); the sum over experts ``sum_n a_n (z W_n)`` is never formed (lemma 2).
+"""
+
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.encoder import DenseEncoder, EncodedConfig
+
+
+class MxDConfig(EncodedConfig):
+    """Mixture of Decoders: N experts that share an encoder and are full-rank linear maps."""
+
+    method: Literal["mxd"] = "mxd"
+    """Selects this method."""
+
+    @property
+    def label(self) -> str:
+        """MxD."""
+        return "MxD"
+
+    @property
+    def num_params(self) -> int:
+        """Encoder, gate with biases, C, D and the output bias."""
+        d, o, n, h = self.d_in or 0, self.d_out or 0, self.num_units or 0, self.hidden or 0
+        return self.encoder_params + n * (d + 1) + n * o + h * o + o
+
+    def inherit(self, mlp: MLPShape) -> "MxDConfig":
+        """Take widths, activation and encoder form from the base MLP."""
+        return self.inherit_encoder(mlp)
+
+    def paper_units(self, width: int) -> int:
+        """Return N of the paper's table 2, from its two conventions (one for each encoder form).
+
+        With an MLP encoder it counts ``width`` encoder biases on both sides; with a GLU encoder the counts are true.
+        """
+        d, h = self.d_in or 0, self.hidden or 0
+        if self.glu:
+            return (width * (2 * d + 1) + d - 2 * h * (d + 1) - d * (h + 1)) // (2 * d + 1)
+        return round((2 * d * width - 2 * d * h) / (2 * d + 1))
+
+    def _make(self) -> "MxD":
+        return MxD(self)
+
+
+class MxD(ReplacementLayer):
+    """Mixture of Decoders. Units are experts."""
+
+    config: MxDConfig
+
+    def __init__(self, config: MxDConfig) -> None:
+        super().__init__(config)
+        d, o, n, h = config.d_in, config.d_out, config.num_units, config.hidden
+        assert d and o and n and h
+        self.encoder = DenseEncoder(config)
+        self.gate = linear_init(n, d, fan_in=d)
+        self.gate_bias = zeros(n)
+        self.expert_scale = linear_init(n, o, fan_in=n)  # C; nn.Linear(n, o) draws with fan-in n
+        self.decoder = zeros(h, o)
+
+    def gate_parameters(self) -> tuple[Float[Tensor, "units d_in"], Float[Tensor, " units"]]:
+        """Return ``G`` and ``b_G``."""
+        return self.gate, self.gate_bias
+
+    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""
+        return ((self.encoder(x) @ self.decoder) * self.expert_scale[n]).to(x.dtype)
+
+    def unit_weight(self, n: int) -> Float[Tensor, "hidden d_out"]:
+        """Return ``W_n = D diag(c_n)`` (equation 4)."""
+        return self.decoder * self.expert_scale[n]
+
+    def unit_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||W_n||_F = sqrt(sum_o c_no^2 ||D[:, o]||^2)``."""
+        return (self.expert_scale.square() @ self.decoder.square().sum(0)).clamp_min(1e-30).sqrt()
+
+    def copy_base(self, base: MLPWeights) -> None:
+        """Become the base MLP exactly: E, D and b copied, and expert 0 always on with ``a_0 = 1``, ``c_0 = 1``.
+
+        The other experts start with zero gates, so they are never chosen; used to test splices and as a control.
+
+        Raises:
+            MxdError: the base MLP has another shape.
+        """
+        self.encoder.copy_from(base)
+        self.decoder.data.copy_(base.decoder)
+        if base.decoder_bias is not None:
+            self.bias.data.copy_(base.decoder_bias)
+        else:
+            self.bias.data.zero_()
+        self.gate.data.zero_()
+        self.gate_bias.data.zero_()[0] = 1.0
+        self.expert_scale.data[0] = 1.0
+
+    def _decode(self, x: Tensor, code: Code) -> Tensor:
+        return code_product(code, self.expert_scale) * (self.encoder(x) @ self.decoder) + self.bias

@@ -1,0 +1,64 @@
+"""How many units a layer gets, so that methods are compared at equal parameters."""
+
+from typing import Literal, TypeVar
+
+from mxd.errors import MxdError
+from mxd.layers.base import ReplacementConfig
+
+Match = Literal["exact", "paper"]
+C = TypeVar("C", bound=ReplacementConfig)
+
+
+def transcoder_params(d_in: int, d_out: int, width: int) -> int:
+    """Return the parameters of a transcoder of ``width`` features: encoder, its biases, decoder, output bias."""
+    return width * (d_in + 1) + width * d_out + d_out
+
+
+def match_units(config: ReplacementConfig, budget: int) -> int:
+    """Return the number of units whose true parameter count is nearest to ``budget``.
+
+    Every method's count is affine in its units, so two evaluations determine it.
+
+    Raises:
+        MxdError: what the units share (encoder, decoder, skip) alone exceeds the budget.
+    """
+    one, two = (config.model_copy(update={"num_units": n}).num_params for n in (1, 2))
+    per_unit = two - one
+    units = round((budget - one) / per_unit) + 1
+    if units < 1:
+        raise MxdError(
+            f"{config.label}: a budget of {budget:,} parameters does not pay for the part its units share "
+            f"({one - per_unit:,}); raise sizing.expansion."
+        )
+    return units
+
+
+def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
+    """Return the config with its number of units set, unless it states one.
+
+    The budget is that of a transcoder of width ``expansion * d_in`` (MxD, section 3.1 and table 2).
+
+    Args:
+        config: a config whose widths are known (``config.inherit(mlp_shape)``).
+        expansion: the transcoder's width as a multiple of the model's.
+        match: ``exact`` counts true parameters of both; ``paper`` follows the conventions behind the paper's table 2.
+
+    Raises:
+        MxdError: the budget is too small, or K is larger than the number of units found.
+    """
+    if config.num_units is not None:
+        return config
+    width = expansion * (config.d_in or 0)
+    if match == "paper":
+        units = config.paper_units(width)
+        if units < 1:
+            raise MxdError(
+                f"{config.label}: by the paper's convention an expansion of {expansion} leaves no units "
+                f"(N = {units:,}); raise sizing.expansion."
+            )
+    else:
+        units = match_units(config, transcoder_params(config.d_in or 0, config.d_out or 0, width))
+    k = config.sparsity.max_k
+    if k is not None and k > units:
+        raise MxdError(f"{config.label}: k = {k} is more than its {units} units; lower k or raise sizing.expansion.")
+    return config.given(num_units=units)

@@ -1,0 +1,194 @@
+"""How units are chosen. Each kind is a frozen config and a small module whose state lives in the state dict.
+
+All apply ReLU to the pre-activations first, so coefficients are non-negative (MxD, section 2.4; Gao et al., TopK).
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from mxd.ops import topk_linear
+
+Choice = tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"], bool]
+
+
+class Sparsity(nn.Module, ABC):
+    """Chooses units from a linear map of the input."""
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Float[Tensor, "tokens d_in"],
+        weight: Float[Tensor, "units d_in"],
+        bias: Float[Tensor, " units"],
+    ) -> Choice:
+        """Return values, indices, and whether the indices are all units in order."""
+
+    @abstractmethod
+    def penalty(self, values: Float[Tensor, "*batch k"], unit_norms: Callable[[], Tensor]) -> Float[Tensor, ""]:
+        """Return the term added to the training loss."""
+
+
+class SparsityConfig(BaseModel, ABC):
+    """Fields common to all kinds: none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @property
+    @abstractmethod
+    def max_k(self) -> int | None:
+        """The largest number of units a token can use; ``None`` where it is not bounded."""
+
+    @property
+    @abstractmethod
+    def slug(self) -> str:
+        """A short name for folders and figures."""
+
+    @abstractmethod
+    def build(self) -> Sparsity:
+        """Build the module."""
+
+
+class TopKConfig(SparsityConfig):
+    """Keep the K largest."""
+
+    kind: Literal["topk"] = "topk"
+    """Selects this kind."""
+    k: PositiveInt = 32
+    """Units active for a token, at most."""
+
+    @property
+    def max_k(self) -> int:
+        """K."""
+        return self.k
+
+    @property
+    def slug(self) -> str:
+        """For example ``k32``."""
+        return f"k{self.k}"
+
+    def build(self) -> Sparsity:
+        """Build the module."""
+        return TopK(self.k)
+
+
+class RandomKConfig(SparsityConfig):
+    """Train with K drawn uniformly from ``K - K // spread ... K + K // spread`` at every step; evaluate with K.
+
+    Breaks the dependence on one dominating shared expert (MxD, appendix C.2; the paper's spread is 2).
+    """
+
+    kind: Literal["random_k"] = "random_k"
+    """Selects this kind."""
+    k: PositiveInt = 32
+    """Units active for a token at evaluation, at most, and on average in training."""
+    spread: PositiveInt = 2
+    """The drawn K differs from ``k`` by at most ``k // spread``."""
+
+    @property
+    def max_k(self) -> int:
+        """The largest K that can be drawn."""
+        return self.k + self.k // self.spread
+
+    @property
+    def slug(self) -> str:
+        """For example ``randomk32``."""
+        return f"randomk{self.k}"
+
+    def build(self) -> Sparsity:
+        """Build the module."""
+        return RandomK(self.k, self.spread)
+
+
+class ReLUL1Config(SparsityConfig):
+    """No top-k: every unit with a positive pre-activation is active, and an L1 term keeps them few (appendix B.6.1)."""
+
+    kind: Literal["relu_l1"] = "relu_l1"
+    """Selects this kind."""
+    l1: NonNegativeFloat = 1e-3
+    """Weight of ``sum_n |a_n| ||W_n||`` in the loss, averaged over tokens."""
+
+    @property
+    def max_k(self) -> None:
+        """Not bounded."""
+        return None
+
+    @property
+    def slug(self) -> str:
+        """For example ``l1-0.001``."""
+        return f"l1-{self.l1:g}"
+
+    def build(self) -> Sparsity:
+        """Build the module."""
+        return ReLUL1(self.l1)
+
+
+AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config, Field(discriminator="kind")]
+
+
+class TopK(Sparsity):
+    """``a = TopK(relu(x G + b_G), K)``."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+        """Keep the K largest."""
+        return *topk_linear(x, weight, bias, self.k), False
+
+    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+        """Nothing is added."""
+        return values.new_zeros(())
+
+
+class RandomK(Sparsity):
+    """``TopK`` with a K drawn anew for every training step; ``draws`` counts them, so that a resumed run agrees."""
+
+    draws: Tensor
+
+    def __init__(self, k: int, spread: int) -> None:
+        super().__init__()
+        self.k = k
+        self.reach = k // spread
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+        """Keep the K^ largest, K^ drawn in training mode and equal to K in evaluation mode."""
+        k = self.k
+        if self.training:
+            k = random.Random(int(self.draws)).randint(max(1, k - self.reach), k + self.reach)
+            self.draws += 1
+        return *topk_linear(x, weight, bias, k), False
+
+    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+        """Nothing is added."""
+        return values.new_zeros(())
+
+
+class ReLUL1(Sparsity):
+    """``a = relu(x G + b_G)`` with ``l1 * mean_tokens sum_n |a_n| ||W_n||`` in the loss.
+
+    The norms stand in because decoders are not normalised: without them the penalty is escaped by scaling.
+    """
+
+    def __init__(self, l1: float) -> None:
+        super().__init__()
+        self.l1 = l1
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+        """Keep every positive pre-activation."""
+        values = torch.relu(F.linear(x, weight, bias))
+        indices = torch.arange(len(weight), device=x.device).expand(values.shape)
+        return values, indices, True
+
+    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+        """Return the weighted L1 norm of the coefficients, averaged over tokens."""
+        return self.l1 * (values.reshape(-1, values.shape[-1]) @ unit_norms()).mean()

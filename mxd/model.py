@@ -1,0 +1,423 @@
+"""Frozen base models: load one from anywhere, find its MLPs, read their form, record what flows through them.
+
+The site is the block's ``mlp`` module of the unmodified Hugging Face model: its input is the pre-MLP activation
+(after the layer norm with its affine part), its output the post-MLP activation, before the residual sum.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from mxd.errors import MxdError, unknown
+from mxd.layers import MLPShape, MLPWeights
+from mxd.layers.base import Activation
+
+BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a model family keeps its blocks, and what the linear maps of its MLP are called."""
+
+    blocks: str
+    encoder: str
+    decoder: str
+    encoder_glu: str | None = None
+
+
+FAMILIES = {
+    "gpt2": Family("transformer.h", "c_fc", "c_proj"),
+    "gpt_neox": Family("gpt_neox.layers", "dense_h_to_4h", "dense_4h_to_h"),
+    "llama": Family("model.layers", "up_proj", "down_proj", encoder_glu="gate_proj"),
+}
+
+_ACTIVATION_NAMES: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A causal language model in evaluation mode whose parameters take no gradient."""
+
+    module: nn.Module
+    """The Hugging Face model."""
+    tokenizer: Any
+    """Its tokenizer, or ``None``."""
+    source: str
+    """Hub id, path or bundled name."""
+    revision: str | None
+    """The commit it was loaded at, where known."""
+    blocks: nn.ModuleList
+    """Its transformer blocks."""
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config."""
+        return self.module.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def check_layer(self, layer: int) -> None:
+        """Check that a block exists.
+
+        Raises:
+            MxdError: the layer is out of range.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise MxdError(f"layer {layer} is out of range: {self.source} has layers 0 ... {self.num_layers - 1}.")
+
+    def slot(self, layer: int) -> tuple[nn.Module, str]:
+        """Return the module and attribute that hold the block's MLP, so that ``setattr`` replaces it.
+
+        On a TransformerLens bridge that is the inside of the MLP's bridge: its ``hook_in`` and ``hook_out`` stay.
+        """
+        self.check_layer(layer)
+        block = _unwrap(self.blocks[layer])
+        if _wrapped(block.mlp):
+            return cast(nn.Module, block.mlp), "_original_component"
+        return block, "mlp"
+
+    def mlp(self, layer: int) -> nn.Module:
+        """Return the block's MLP module, or what is spliced in its place."""
+        parent, name = self.slot(layer)
+        return cast(nn.Module, getattr(parent, name))
+
+    def mlp_shape(self, layer: int) -> MLPShape:
+        """Return the form of the block's MLP, with ``None`` where it cannot be read."""
+        mlp = self.mlp(layer)
+        d_in, d_out = _probe(self, layer)
+        family = _family_of(mlp)
+        if family is None:
+            return MLPShape(d_in, d_out)
+        return MLPShape(
+            d_in,
+            d_out,
+            hidden=_read(mlp, family.encoder)[0].shape[0],
+            activation=_activation(self.config),
+            glu=family.encoder_glu is not None,
+        )
+
+    def mlp_weights(self, layer: int) -> MLPWeights:
+        """Return the MLP's weights in this project's layout.
+
+        Raises:
+            MxdError: the MLP's form is not one of ``FAMILIES``, or its gate has a bias.
+        """
+        mlp = self.mlp(layer)
+        family = _family_of(mlp)
+        if family is None:
+            raise MxdError(f"the weights of {type(mlp).__name__} cannot be read; known forms: {', '.join(FAMILIES)}.")
+        encoder, encoder_bias = _read(mlp, family.encoder)
+        decoder, decoder_bias = _read(mlp, family.decoder)
+        glu, glu_bias = _read(mlp, family.encoder_glu) if family.encoder_glu else (None, None)
+        if glu_bias is not None:
+            raise MxdError(f"{type(mlp).__name__} has a bias on its gate; such GLU weights cannot be copied.")
+        return MLPWeights(encoder, encoder_bias, glu, decoder.T, decoder_bias)
+
+    def fingerprint(self, layer: int) -> str:
+        """Return a short hash of the block's MLP weights; the same in float32, bfloat16 and where copied.
+
+        A strided sample of each tensor, rounded to bfloat16, is hashed: replacements carry it, so that splicing
+        into another model or another layer is noticed whatever the model is called.
+        """
+        digest = hashlib.sha256()
+        for parameter in self.mlp(layer).parameters():
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 65536)].to("cpu", torch.bfloat16)
+            digest.update(str(tuple(parameter.shape)).encode())
+            digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @torch.no_grad()
+    def logits(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """Return the next-token logits, in float32."""
+        return self.module(input_ids=ids.to(self.device), use_cache=False).logits.float()
+
+    @torch.no_grad()
+    def record(
+        self, ids: Int[Tensor, "batch seq"], layers: Sequence[int]
+    ) -> dict[int, tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]]]:
+        """Return the MLPs' inputs and outputs at some layers; the forward stops after the last of them."""
+        with self.watched(layers, stop=True) as found:
+            self.module(input_ids=ids.to(self.device), use_cache=False)
+        return found
+
+    @contextmanager
+    def watched(self, layers: Sequence[int], stop: bool = False) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+        """Collect ``layer -> (MLP input, MLP output)`` of the forwards of this context.
+
+        With ``stop``, a forward ends after the last of the layers, and the context ends with it.
+        """
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def keep(layer: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+                found[layer] = (args[0], output)
+                if stop and layer == max(layers):
+                    raise _StopForward
+
+            return hook
+
+        handles = [self.mlp(layer).register_forward_hook(keep(layer)) for layer in sorted(set(layers))]
+        try:
+            yield found
+        except _StopForward:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def resumed(self, layer: int, hidden: Any) -> Iterator[None]:
+        """Run forwards from block ``layer`` on: the blocks below hand on ``hidden`` without computing anything.
+
+        Args:
+            layer: the first block that runs.
+            hidden: what block ``layer - 1`` returned for the same input (``block_outputs``); unused for layer 0.
+        """
+        below = list(self.blocks[:layer])
+        for block in below:
+            block.forward = lambda *args, **kwargs: hidden
+        try:
+            yield
+        finally:
+            for block in below:
+                del block.forward
+
+    @contextmanager
+    def block_outputs(self, layers: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """Collect, for each given layer, what the block below it returns in the forwards of this context."""
+        found: dict[int, Any] = {}
+
+        def keep(layer: int) -> Callable[..., None]:
+            return lambda module, args, output: found.__setitem__(layer, output)
+
+        handles = [self.blocks[layer - 1].register_forward_hook(keep(layer)) for layer in layers if layer > 0]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _StopForward(Exception):
+    """Ends a forward whose remaining blocks nobody needs."""
+
+
+def load_frozen(
+    source: Any,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    tokenizer: Any = None,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+) -> FrozenModel:
+    """Load a base model and freeze it.
+
+    Args:
+        source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
+            model, or a TransformerLens bridge.
+        revision: branch, tag or commit on the Hub.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; for loaded objects their own dtype stays.
+        device: where the model goes; loaded objects stay where they are.
+        tokenizer: used for loaded objects; otherwise the source's own is loaded.
+        trust_remote_code: run model code from the Hub repository. Off unless asked for by name.
+        local_files_only: never ask the Hub.
+
+    Raises:
+        MxdError: nothing is found under that name, the Hub cannot be reached, or the blocks have no usable MLP.
+    """
+    if isinstance(source, FrozenModel):
+        return source
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if isinstance(source, str | Path):
+        name = str(source)
+        module, tokenizer = _load(name, revision, DTYPES[dtype], trust_remote_code, local_files_only, tokenizer)
+        frozen = _wrap(module.to(device), tokenizer, name, revision)
+    else:
+        frozen = wrap(source, tokenizer)
+    frozen.module.eval().requires_grad_(False)
+    return frozen
+
+
+def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
+    """Return a loaded Hugging Face model or a TransformerLens bridge in this project's terms, without changing it.
+
+    Raises:
+        MxdError: its blocks have no usable MLP.
+    """
+    if isinstance(source, FrozenModel):
+        return source
+    module = getattr(source, "original_model", source)
+    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+        raise MxdError(f"a {type(module).__name__} is not a base model; give a name, a path or a loaded causal LM.")
+    tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
+    return _wrap(module, tokenizer, getattr(module.config, "_name_or_path", "") or type(module).__name__, None)
+
+
+def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) -> FrozenModel:
+    commit = getattr(module.config, "_commit_hash", None) or revision
+    found = FrozenModel(module, tokenizer, name, commit, _find_blocks(module, name))
+    _probe(found, 0)
+    return found
+
+
+def bundled_path(name: str) -> Path:
+    """Return the folder of a bundled model or of the bundled ``text``."""
+    return Path(str(resources.files("mxd") / "assets" / name))
+
+
+def _load(
+    name: str, revision: str | None, dtype: torch.dtype, trust: bool, local: bool, tokenizer: Any
+) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    options: dict[str, Any] = {}
+    if name in BUNDLED:
+        where = str(bundled_path(name))
+    elif name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
+        where, options = str(Path(name).parent), {"gguf_file": Path(name).name}
+        _need_gguf()
+    else:
+        where = name
+        options = {"revision": revision, "local_files_only": local, "trust_remote_code": trust}
+        if Path(name).is_dir():
+            options.pop("revision")
+    if name in BUNDLED:  # over before a bar could be read
+        logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+        module, info = loaded
+        if info["missing_keys"]:
+            raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(where, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise MxdError(
+            f"cannot load base model {name!r}: {_first_line(error)}\n"
+            f"Expected a bundled name ({', '.join(BUNDLED)}), a local folder with a config.json, a .gguf file, or a "
+            "Hub id that is cached or reachable (for private or gated models: `hf auth login`)."
+        ) from error
+    finally:
+        logging.enable_progress_bar()
+    return module, tokenizer
+
+
+def _need_gguf() -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MxdError("reading GGUF files needs the package gguf: pip install 'mxd[gguf]'") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _find_blocks(module: nn.Module, name: str) -> nn.ModuleList:
+    """Find the blocks: by the table for known families, else the one list whose members all carry an ``mlp``."""
+    family = FAMILIES.get(getattr(module.config, "model_type", ""))
+    if family is not None:
+        try:
+            return cast(nn.ModuleList, module.get_submodule(family.blocks))
+        except AttributeError as error:
+            raise MxdError(f"{name}: a {type(module).__name__} has no {family.blocks}; give the causal LM.") from error
+    lists = [
+        child
+        for child in module.modules()
+        if isinstance(child, nn.ModuleList) and len(child) and all(hasattr(_unwrap(b), "mlp") for b in child)
+    ]
+    if len(lists) != 1:
+        found = "no list" if not lists else f"{len(lists)} lists"
+        raise MxdError(
+            f"{name}: model type {getattr(module.config, 'model_type', '?')!r} has {found} of blocks that carry an "
+            f"`mlp` module. Known families: {', '.join(FAMILIES)}, and any other with exactly one such list."
+        )
+    return lists[0]
+
+
+def _probe(model: FrozenModel, layer: int) -> tuple[int, int]:
+    """Return the widths of a block's MLP; refuse one that does not map one tensor to one tensor of the same shape."""
+    mlp = getattr(model.mlp(layer), "base", model.mlp(layer))  # of a spliced block: the MLP it had
+    parameter = next(mlp.parameters(), None)
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    refusal = (
+        f"{model.source}: the MLP of layer {layer} ({type(mlp).__name__}) does not map one tensor to one tensor, so it "
+        "cannot be replaced. Supported: GPT-2, GPT-NeoX, Llama and families whose `mlp` has that form."
+    )
+    if parameter is None or width is None:
+        raise MxdError(refusal)
+    try:
+        with torch.no_grad():
+            out = mlp(torch.zeros(1, 2, width, dtype=parameter.dtype, device=parameter.device))
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise MxdError(f"{refusal} ({_first_line(error)})") from error
+    if not isinstance(out, Tensor) or out.shape[:2] != (1, 2):
+        raise MxdError(refusal)
+    return width, out.shape[-1]
+
+
+def _wrapped(module: Any) -> bool:
+    return "_original_component" in getattr(module, "_modules", {})
+
+
+def _unwrap(module: Any) -> Any:
+    """Return the Hugging Face module inside TransformerLens wrappers."""
+    while _wrapped(module):
+        module = module._original_component
+    return module
+
+
+def _family_of(mlp: nn.Module) -> Family | None:
+    """Return the table's entry whose linear maps this MLP has, and has alone."""
+    for family in FAMILIES.values():
+        names = {n for n in (family.encoder, family.decoder, family.encoder_glu) if n}
+        with_weights = {n for n, child in mlp.named_children() if any(True for _ in child.parameters())}
+        if names == with_weights:
+            return family
+    return None
+
+
+def _read(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return weight ``[out, in]`` and bias of one of the MLP's linear maps (GPT-2's Conv1D stores ``[in, out]``)."""
+    linear = _unwrap(getattr(mlp, name))
+    weight = linear.weight.detach()
+    bias = linear.bias.detach() if linear.bias is not None else None
+    return (weight.T if type(linear).__name__ == "Conv1D" else weight), bias
+
+
+def _activation(config: Any) -> Activation | None:
+    text = config.get_text_config()
+    for name in ("hidden_activation", "activation_function", "hidden_act"):
+        if getattr(text, name, None):
+            return _ACTIVATION_NAMES.get(getattr(text, name))
+    return None

@@ -1,0 +1,9 @@
+"""The hot path: pure functions on tensors, no modules and no configuration.
+
+``topk_linear`` and ``sparse_decode`` never build the dense ``[tokens, units]`` code; their backward passes cost
+``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
+"""
+
+from mxd.ops.sparse import sparse_decode, topk_linear
+
+__all__ = ["sparse_decode", "topk_linear"]

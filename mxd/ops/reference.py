@@ -1,0 +1,25 @@
+"""Dense reference of the sparse operations: slow, obvious, differentiated by autograd. Used as the tests' oracle."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def topk_linear(
+    x: Float[Tensor, "tokens d_in"],
+    weight: Float[Tensor, "units d_in"],
+    bias: Float[Tensor, " units"],
+    k: int,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices (MxD, section 2.4)."""
+    dense = torch.relu(x @ weight.T + bias)
+    values, indices = dense.topk(k, dim=-1)
+    return values, indices
+
+
+def sparse_decode(
+    values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_out"]
+) -> Float[Tensor, "tokens d_out"]:
+    """Return ``a @ weight`` for the dense code ``a`` that holds ``values`` at ``indices`` (MxD, equation 5)."""
+    dense = values.new_zeros(len(values), len(weight)).scatter_add(1, indices, values)
+    return dense @ weight

@@ -1,0 +1,80 @@
+"""Results as tables: in the terminal and in Markdown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+COLUMNS = (
+    ("NMSE", "normalized_mse", "{:.4f}"),
+    ("FVU", "fvu", "{:.3f}"),
+    ("L0", "l0", "{:.1f}"),
+    ("dead", "dead_share", "{:.0%}"),
+    ("routed", "routed_share", "{:.2f}"),
+    ("CE", "ce_spliced", "{:.4f}"),
+    ("CE increase", "ce_increase", "{:+.4f}"),
+    ("± s.e.", "ce_increase_se", "{:.4f}"),
+    ("recovered", "loss_recovered", "{:.1%}"),
+    ("KL", "kl", "{:.4f}"),
+    ("top-1", "top1_agreement", "{:.1%}"),
+)
+
+
+def rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table's cells, one row for each splice; several layers spliced at once give averages over layers."""
+    found = []
+    for name, result in evaluation["results"].items():
+        layers = list(result["layers"].values())
+        first = result["replacements"][0]
+        single = len(result["replacements"]) == 1
+        cells = [
+            first["method"] if single else name,
+            str(first["layer"]) if single else f"{len(layers)} layers",
+        ]
+        cells += [
+            first["sparsity"] if single else "-",
+            f"{sum(r['params'] for r in result['replacements']):,}",
+        ]
+        for _, key, form in COLUMNS:
+            values = [result[key]] if key in result else [layer[key] for layer in layers if key in layer]
+            cells.append(form.format(sum(values) / len(values)) if values else "-")
+        found.append(cells)
+    return found
+
+
+HEADER = ["method", "layer", "sparsity", "params", *(title for title, _, _ in COLUMNS)]
+
+
+def terminal_table(evaluation: Mapping[str, Any]) -> Table:
+    """Return a rich table of an evaluation."""
+    table = Table(title=caption(evaluation), title_justify="left")
+    for i, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows(evaluation):
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(evaluation: Mapping[str, Any]) -> str:
+    """Return the same table in Markdown."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(evaluation)]
+    return "\n".join([*lines, "", caption(evaluation), ""])
+
+
+def caption(evaluation: Mapping[str, Any]) -> str:
+    """Return one line: model, text, number of tokens, and the reference cross-entropies."""
+    any_result = next(iter(evaluation["results"].values()))
+    ablations = {
+        tuple(r["layer"] for r in result["replacements"]): (result["ce_zero"], result["ce_mean"])
+        for result in evaluation["results"].values()
+    }
+    listed = "; ".join(
+        f"layer {', '.join(map(str, place))}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
+        for place, (zero, mean) in ablations.items()
+    )
+    data = evaluation["data"]
+    return (
+        f"{evaluation['model']} on {data['source']}/{data['split']}, {any_result['tokens']:,} tokens: "
+        f"CE base {any_result['ce_base']:.4f} ± {any_result['ce_base_se']:.4f}; {listed} (nats per token)"
+    )

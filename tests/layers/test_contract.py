@@ -1,0 +1,328 @@
+"""One contract, every replacement layer: the matrix of all methods and all kinds of sparsity."""
+
+import json
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from mxd.errors import MxdError
+from mxd.layers import LAYERS, AnyReplacement, Code, parse_layer
+from mxd.layers.sparsity import AnySparsity
+
+UNITS = 11
+SPARSITIES = {
+    "topk": {"kind": "topk", "k": 3},
+    "random_k": {"kind": "random_k", "k": 4, "spread": 2},
+    "relu_l1": {"kind": "relu_l1", "l1": 0.01},
+}
+VARIANTS = {name: {"method": name} for name in LAYERS} | {
+    "transcoder-skip": {"method": "transcoder", "skip": True},
+    "mxd-glu": {"method": "mxd", "glu": True, "activation": "silu"},
+    "mxd-relu": {"method": "mxd", "activation": "relu", "hidden": 3},
+    "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
+}
+
+
+@pytest.fixture(params=SPARSITIES)
+def sparsity(request):
+    return SPARSITIES[request.param]
+
+
+@pytest.fixture(params=VARIANTS)
+def config(request, sparsity, mlp):
+    return parse_layer(VARIANTS[request.param] | {"sparsity": sparsity, "num_units": UNITS}).inherit(mlp)
+
+
+@pytest.fixture
+def layer(config, randomise):
+    """A layer with random weights, in evaluation mode and float64."""
+    return randomise(config.build())
+
+
+@pytest.fixture
+def x(layer):
+    return torch.randn(2, 4, layer.config.d_in, dtype=torch.float64)
+
+
+def dense(code, units=UNITS):
+    """The code as a vector of all units' strengths."""
+    empty = code.values.new_zeros(*code.values.shape[:-1], units)
+    return empty.scatter_add(-1, code.indices.expand(code.values.shape), code.values)
+
+
+def test_the_matrix_is_complete():
+    unions = (get_args(get_args(AnyReplacement)[0]), get_args(get_args(AnySparsity)[0]))
+    assert set(unions[0]) == set(LAYERS.values())
+    assert {kind.model_fields["kind"].default for kind in unions[1]} == set(SPARSITIES)
+    assert all(cls.model_fields["method"].default == name for name, cls in LAYERS.items())
+
+
+# --- the forward pass ---------------------------------------------------------------------------------------------
+
+
+def test_forward_is_decode_of_encode(layer, x):
+    assert torch.equal(layer(x), layer.decode(x, layer.encode(x)))
+    assert layer(x).shape == (2, 4, layer.config.d_out)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+def test_any_leading_shape(layer, lead):
+    x = torch.randn(*lead, layer.config.d_in, dtype=torch.float64)
+    code, y = layer.encode(x), layer(x)
+    assert code.values.shape == code.indices.shape == (*lead, code.values.shape[-1])
+    assert y.shape == (*lead, layer.config.d_out)
+    rows = x.reshape(-1, layer.config.d_in)
+    for row, out in zip(rows, y.reshape(-1, layer.config.d_out), strict=True):
+        torch.testing.assert_close(layer(row), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_dtype_of_the_input_is_the_dtype_of_the_output(layer, x, dtype):
+    """Parameters stay float32 and so does the arithmetic: only input and output are rounded."""
+    layer.float()
+    x = x.to(dtype)
+    y, exact = layer(x), layer(x.float())
+    assert y.dtype == dtype
+    assert torch.equal(y, exact.to(dtype))
+    assert layer.unit_output(1, x).dtype == dtype
+    assert {p.dtype for p in layer.parameters()} == {torch.float32}
+
+
+def test_the_wrong_width_is_refused(layer, x):
+    wide = torch.zeros(2, layer.config.d_in + 1, dtype=torch.float64)
+    with pytest.raises(MxdError, match=rf"width {layer.config.d_in}, got \(2, {layer.config.d_in + 1}\)"):
+        layer(wide)
+    with pytest.raises(MxdError, match="width"):
+        layer.encode(wide)
+    with pytest.raises(MxdError, match="width"):
+        layer.decode(wide, layer.encode(x[0, :2]))
+
+
+# --- the code -----------------------------------------------------------------------------------------------------
+
+
+def test_the_code_is_the_largest_positive_pre_activations(layer, x):
+    """ReLU first, then the K largest of them (all of them, where nothing bounds K)."""
+    code, k = layer.encode(x), {"topk": 3, "random_k": 4, "relu_l1": UNITS}[layer.config.sparsity.kind]
+    weight, bias = layer.gate_parameters()
+    pre = x @ weight.T + bias
+    torch.testing.assert_close(layer.pre_activations(x), pre)
+    kth = pre.sort(dim=-1, descending=True).values[..., k - 1 : k]
+    torch.testing.assert_close(dense(code), torch.where(pre >= kth, pre, 0).relu())
+
+
+def test_values_are_non_negative_and_few(layer, x):
+    for training in (True, False):
+        code = layer.train(training).encode(50 * x)
+        assert (code.values >= 0).all()
+        assert (code.values > 0).any()
+        most = layer.config.sparsity.max_k or UNITS
+        assert (code.values > 0).sum(-1).max() <= most <= UNITS
+        assert all(len(set(row)) == len(row) for row in code.indices.flatten(0, -2).tolist())
+        in_order = code.indices.flatten(0, -2).tolist() == [list(range(UNITS))] * 8
+        assert code.all_units == in_order == (most == UNITS)
+
+
+def test_a_code_is_a_set(layer, x):
+    """The order of the slots does not matter, nor whether the code claims to list all units in order."""
+    code = layer.encode(x)
+    order = torch.randperm(code.values.shape[-1])
+    shuffled = Code(code.values[..., order], code.indices[..., order])
+    torch.testing.assert_close(layer.decode(x, shuffled), layer(x))
+
+
+def test_one_code_for_every_token(layer, x):
+    """A code expanded over the tokens (the mean gate) is decoded as its copies are."""
+    values, indices = torch.rand(UNITS, dtype=torch.float64).expand(2, 4, -1), torch.arange(UNITS).expand(2, 4, -1)
+    copies = Code(values.contiguous(), indices.contiguous())
+    torch.testing.assert_close(layer.decode(x, Code(values, indices, True)), layer.decode(x, copies))
+    torch.testing.assert_close(
+        layer.decode(x[0, :1], Code(values[0, :1], indices[0, :1], True)), layer.decode(x, copies)[0, :1]
+    )
+
+
+# --- the units ----------------------------------------------------------------------------------------------------
+
+
+def test_the_output_is_the_sum_of_its_units(layer, x):
+    """``y^ = rest + sum_n a_n unit_output(n, x)``, the rest being what an empty code leaves."""
+    code = layer.encode(x)
+    rest = layer.decode(x, code._replace(values=torch.zeros_like(code.values)))
+    units = torch.stack([layer.unit_output(n, x) for n in range(UNITS)], dim=-2)
+    total = rest + (dense(code).unsqueeze(-1) * units).sum(-2)
+    torch.testing.assert_close(layer(x), total)
+    assert not torch.allclose(layer(x), rest)
+
+
+def test_ablating_a_unit_drops_its_term_and_steering_adds_one(layer, x):
+    """Section 3.2.2: to add ``lambda`` to a unit's strength is to add ``lambda * unit_output`` to the output."""
+    code = layer.encode(x)
+    n, strength = code.indices[0, 0, 1].item(), dense(code)
+    for change in (-strength[..., n], torch.full((2, 4), 100.0).double()):
+        changed = strength.clone()
+        changed[..., n] += change
+        got = layer.decode(x, Code(changed, torch.arange(UNITS).expand(2, 4, -1), True))
+        torch.testing.assert_close(got, layer(x) + change.unsqueeze(-1) * layer.unit_output(n, x))
+
+
+def test_unit_norms_are_the_norms_of_the_unit_weights(layer):
+    weights = [layer.unit_weight(n) for n in range(UNITS)]
+    assert all(w.shape[-1] == layer.config.d_out for w in weights)
+    torch.testing.assert_close(layer.unit_norms(), torch.stack([w.norm() for w in weights]))
+
+
+def test_unit_norms_of_a_fresh_layer_can_be_differentiated(config):
+    """Decoders start at zero, where a norm has no gradient: it must not be NaN."""
+    layer = config.build()
+    layer.unit_norms().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+
+
+def test_the_penalty(layer, x):
+    """``l1 * mean_tokens sum_n |a_n| ||W_n||_F`` with the L1 sparsity (appendix B.6.1), nothing with the others."""
+    code = layer.encode(x)
+    strength = dense(code).reshape(8, UNITS)
+    explicit = sum(strength[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(UNITS)) / 8
+    l1 = getattr(layer.config.sparsity, "l1", 0.0)
+    torch.testing.assert_close(layer.penalty(code), l1 * explicit)
+    assert (layer.penalty(code) > 0) == (layer.config.sparsity.kind == "relu_l1")
+
+
+# --- parameters, training and state ---------------------------------------------------------------------------------
+
+
+def test_num_params_is_exact(config):
+    layer = config.build()
+    assert config.num_params == sum(p.numel() for p in layer.parameters())
+    assert layer.num_units == config.num_units == UNITS
+    assert layer.config == config
+
+
+def test_a_fresh_layer_is_float32_on_the_cpu(config):
+    assert {(p.dtype, p.device.type, p.requires_grad) for p in config.build().parameters()} == {
+        (torch.float32, "cpu", True)
+    }
+
+
+def test_training_moves_every_parameter(config):
+    """Where a factor starts at zero the others get no gradient in the first step; all have one by the third."""
+    layer = config.build().train()
+    start = {name: p.clone() for name, p in layer.named_parameters()}
+    x, y = torch.randn(16, config.d_in), torch.randn(16, config.d_out)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (layer(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert [name for name, p in layer.named_parameters() if torch.equal(p, start[name])] == []
+
+
+def test_gradients_are_those_of_finite_differences(layer, x):
+    """Along a random direction in the space of all parameters: sparse and dense backward passes together."""
+    parameters = dict(layer.named_parameters())
+    upstream = torch.randn(3, layer.config.d_out, dtype=torch.float64)
+    rows = x[0, :3]
+
+    def loss(*values):
+        return torch.func.functional_call(layer, dict(zip(parameters, values, strict=True)), rows).mul(upstream).sum()
+
+    directions = [torch.randn_like(p) for p in parameters.values()]
+    values = [p.detach().requires_grad_() for p in parameters.values()]
+    grads = torch.autograd.grad(loss(*values), values)
+    slope = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
+    step = 1e-6
+    ahead, behind = (loss(*[v + s * d for v, d in zip(values, directions, strict=True)]) for s in (step, -step))
+    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+def test_the_state_dict_restores_the_layer(config, layer, x, tmp_path):
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other = config.build(seed=1).double().eval()
+    assert not torch.equal(other(x), layer(x))
+    state = load_file(tmp_path / "layer.safetensors")
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(other(x), layer(x))
+    state.pop(next(iter(dict(layer.named_parameters()))))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(state, strict=True)
+
+
+def test_the_seed_determines_the_weights(config):
+    """And building a layer neither reads nor moves the global generator."""
+    one, other = config.build(5).state_dict(), config.build(6).state_dict()
+    torch.rand(3)
+    before = torch.get_rng_state()
+    again = config.build(5).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_survives_json(config):
+    again = parse_layer(json.loads(config.model_dump_json()))
+    assert again == config
+    assert type(again) is type(config)
+
+
+def test_a_config_is_frozen(config):
+    with pytest.raises(ValidationError, match="frozen"):
+        config.num_units = 3
+
+
+def test_more_active_units_than_units_is_an_error(config):
+    fields, k = config.model_dump(), config.sparsity.max_k
+    if k is None:
+        assert parse_layer(fields | {"num_units": 1}).build().num_units == 1
+        return
+    assert parse_layer(fields | {"num_units": k}).build().num_units == k
+    with pytest.raises(MxdError, match=f"k = {k} is more than num_units = {k - 1}"):
+        parse_layer(fields | {"num_units": k - 1})
+
+
+def test_open_fields_cannot_be_built(config):
+    for name in type(config).model_fields:
+        if name in ("d_in", "d_out", "num_units", "hidden", "activation", "glu", "rank"):
+            with pytest.raises(MxdError, match=rf"cannot build {config.label}: {name} not set"):
+                config.model_copy(update={name: None}).build()
+
+
+def test_inherit_fills_only_what_is_open(config, mlp):
+    other = type(mlp)(d_in=60, d_out=50, hidden=80, activation="relu", glu=True)
+    assert config.inherit(other) == config
+    bare = type(config)().inherit(other)
+    assert bare.d_out == 50
+    assert bare.d_in == (60 if bare.reads == "mlp_in" else 50)
+    assert [name for name in type(bare).model_fields if getattr(bare, name) is None] == ["num_units"]
+
+
+def test_an_unknown_field_is_an_error(config):
+    with pytest.raises(MxdError, match="widht"):
+        parse_layer(config.model_dump() | {"widht": 3})
+
+
+def test_slugs_tell_runs_apart(mlp):
+    configs = [
+        parse_layer(fields | {"sparsity": s, "num_units": UNITS}).inherit(mlp)
+        for name, fields in VARIANTS.items()
+        for s in (*SPARSITIES.values(), {"kind": "topk", "k": 4})
+        if name not in ("mxd-glu", "mxd-relu")
+    ]
+    slugs = [config.slug for config in configs]
+    assert len(set(slugs)) == len(slugs)
+    assert all(slug == slug.lower() and "/" not in slug and " " not in slug for slug in slugs)
+
+
+@pytest.mark.parametrize("method", [None, "mxdd", 3])
+def test_an_unknown_method_lists_the_choices(method):
+    with pytest.raises(MxdError, match="unknown method .*choose one of: " + ", ".join(LAYERS)):
+        parse_layer({"method": method})

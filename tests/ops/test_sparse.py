@@ -1,0 +1,238 @@
+"""The sparse operations against their dense reference: values, every gradient, and the edges.
+
+Codes are compared as dense vectors, since the order of the K chosen units is free.
+"""
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxd.ops import reference, sparse_decode, topk_linear
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+SHAPES = [  # tokens, d_in, units, k
+    (1, 1, 1, 1),
+    (7, 5, 11, 3),
+    (13, 4, 9, 1),
+    (6, 3, 8, 8),
+    (33, 16, 70, 10),
+]
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Make every block three rows of ``units`` float64 numbers, so that a call needs several, the last one partial."""
+
+    def set_rows(units, rows=3, itemsize=8):
+        monkeypatch.setattr("mxd.ops.sparse.BLOCK_BYTES", rows * units * itemsize)
+
+    return set_rows
+
+
+def dense(values, indices, units):
+    return values.new_zeros(len(values), units).scatter_add(1, indices, values)
+
+
+def topk_inputs(tokens, d_in, units, dtype=torch.float64, device="cpu"):
+    shapes = [(tokens, d_in), (units, d_in), (units,)]
+    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def decode_inputs(tokens, k, units, d_out, dtype=torch.float64, device="cpu"):
+    """Random values at random indices, some of them repeated within a row."""
+    values = torch.randn(tokens, k, dtype=dtype, device=device)
+    indices = torch.randint(units, (tokens, k), device=device)
+    return values, indices, torch.randn(units, d_out, dtype=dtype, device=device)
+
+
+def grads(function, inputs, upstream, wanted):
+    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+    (function(*leaves) * upstream).sum().backward()
+    return [x.grad for x in leaves]
+
+
+def subsets(n):
+    return [set(c) for size in range(1, n + 1) for c in combinations(range(n), size)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("tokens", "d_in", "units", "k"), SHAPES)
+def test_topk_linear_is_the_reference(tokens, d_in, units, k, dtype, device, small_blocks):
+    small_blocks(units)
+    inputs = topk_inputs(tokens, d_in, units, dtype, device)
+    values, indices = topk_linear(*inputs, k)
+    assert values.shape == indices.shape == (tokens, k)
+    assert values.dtype == dtype
+    expected = dense(*reference.topk_linear(*inputs, k), units)
+    torch.testing.assert_close(dense(values, indices, units), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("tokens", "d_in", "units", "k"), SHAPES)
+def test_topk_linear_gradients_are_the_references(tokens, d_in, units, k, dtype, device, small_blocks):
+    """Of x, weight and bias, and each of them is also right where others are frozen (and those get none)."""
+    small_blocks(units)
+    inputs = topk_inputs(tokens, d_in, units, dtype, device)
+    upstream = torch.randn(tokens, units, dtype=dtype, device=device)
+    for wanted in subsets(3):
+        got = grads(lambda *p: dense(*topk_linear(*p, k), units), inputs, upstream, wanted)
+        expected = grads(lambda *p: dense(*reference.topk_linear(*p, k), units), inputs, upstream, wanted)
+        for i in range(3):
+            assert (got[i] is not None) == (i in wanted)
+            if i in wanted:
+                torch.testing.assert_close(got[i], expected[i], **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("tokens", "d_out", "units", "k"), SHAPES)
+def test_sparse_decode_is_the_reference(tokens, d_out, units, k, dtype, device):
+    values, indices, weight = decode_inputs(tokens, k, units, d_out, dtype, device)
+    expected = reference.sparse_decode(values, indices, weight)
+    torch.testing.assert_close(sparse_decode(values, indices, weight), expected, **TOLERANCE[dtype])
+    upstream = torch.randn(tokens, d_out, dtype=dtype, device=device)
+    for wanted in subsets(2):
+        got = grads(lambda v, w: sparse_decode(v, indices, w), [values, weight], upstream, wanted)
+        oracle = grads(lambda v, w: reference.sparse_decode(v, indices, w), [values, weight], upstream, wanted)
+        for i in range(2):
+            assert (got[i] is not None) == (i in wanted)
+            if i in wanted:
+                torch.testing.assert_close(got[i], oracle[i], **TOLERANCE[dtype])
+
+
+def test_topk_linear_gradcheck(small_blocks):
+    small_blocks(9)
+    inputs = [t.requires_grad_() for t in topk_inputs(8, 5, 9)]
+    assert torch.autograd.gradcheck(lambda *p: dense(*topk_linear(*p, 4), 9), inputs)
+
+
+def test_sparse_decode_gradcheck():
+    values, indices, weight = decode_inputs(6, 3, 7, 4)
+    inputs = (values.requires_grad_(), weight.requires_grad_())
+    assert torch.autograd.gradcheck(lambda v, w: sparse_decode(v, indices, w), inputs)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 8 * 11, 8 * 11 * 7, 8 * 11 * 26, 2**20])
+def test_the_block_size_does_not_change_the_result(block_bytes, monkeypatch):
+    """Blocks smaller than one row, of one row, that do and do not divide the 26 tokens, and larger than all."""
+    inputs = topk_inputs(26, 4, 11)
+    monkeypatch.setattr("mxd.ops.sparse.BLOCK_BYTES", block_bytes)
+    got = dense(*topk_linear(*inputs, 5), 11)
+    torch.testing.assert_close(got, dense(*reference.topk_linear(*inputs, 5), 11), **TOLERANCE[torch.float64])
+
+
+def test_ties_keep_exactly_k_of_the_tied_units():
+    x = torch.ones(4, 1, dtype=torch.float64)
+    weight = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.5]], dtype=torch.float64, requires_grad=True)
+    values, indices = topk_linear(x, weight, torch.zeros(5, dtype=torch.float64), 3)
+    assert values.sort(dim=-1).values.tolist() == [[1, 1, 2]] * 4
+    assert all(len(set(row)) == 3 and 0 in row and 4 not in row for row in indices.tolist())
+    values.sum().backward()
+    chosen = torch.bincount(indices.flatten(), minlength=5)
+    torch.testing.assert_close(weight.grad[:, 0], chosen.double())  # a dropped tied unit gets no gradient
+
+
+def test_rows_without_a_positive_pre_activation_are_empty_and_pass_no_gradient():
+    x, weight, bias = topk_inputs(5, 4, 7)
+    bias = torch.full_like(bias, -100.0)
+    bias[2] = 100.0
+    x[3] = 0
+    bias_of_dead = bias.clone()
+    bias_of_dead[2] = -100.0
+    inputs = [t.requires_grad_() for t in (x, weight, bias_of_dead)]
+    values, indices = topk_linear(*inputs, 3)
+    assert torch.equal(values, torch.zeros_like(values))
+    assert ((indices >= 0) & (indices < 7)).all()
+    values.sum().backward()
+    assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in inputs)
+    one_alive, _ = topk_linear(x, weight, bias, 3)
+    assert ((one_alive > 0).sum(-1) == 1).all()
+
+
+def test_a_pre_activation_of_exactly_zero_passes_no_gradient():
+    """relu'(0) = 0, as in PyTorch."""
+    weight = torch.eye(2, dtype=torch.float64, requires_grad=True)
+    values, _ = topk_linear(torch.tensor([[0.0, 3.0]]).double(), weight, torch.zeros(2, dtype=torch.float64), 2)
+    values.sum().backward()
+    assert weight.grad.tolist() == [[0, 0], [0, 3]]
+
+
+def test_non_contiguous_inputs(small_blocks):
+    small_blocks(10)
+    x = torch.randn(4, 24, dtype=torch.float64).T[::2]
+    weight = torch.randn(4, 10, dtype=torch.float64).T
+    bias = torch.randn(20, dtype=torch.float64)[::2]
+    assert not (x.is_contiguous() or weight.is_contiguous() or bias.is_contiguous())
+    upstream = torch.randn(10, 12, dtype=torch.float64).T
+    got = grads(lambda *p: dense(*topk_linear(*p, 3), 10), [x, weight, bias], upstream, {0, 1, 2})
+    oracle = grads(lambda *p: dense(*reference.topk_linear(*p, 3), 10), [x, weight, bias], upstream, {0, 1, 2})
+    torch.testing.assert_close(got, oracle)
+
+    values = torch.randn(3, 12, dtype=torch.float64).T
+    indices = torch.randint(10, (3, 12)).T
+    upstream = torch.ones(1, dtype=torch.float64).expand(12, 4)
+    torch.testing.assert_close(sparse_decode(values, indices, weight), reference.sparse_decode(values, indices, weight))
+    got = grads(lambda v, w: sparse_decode(v, indices, w), [values, weight], upstream, {0, 1})
+    oracle = grads(lambda v, w: reference.sparse_decode(v, indices, w), [values, weight], upstream, {0, 1})
+    torch.testing.assert_close(got, oracle)
+
+
+def test_no_tokens():
+    x, weight, bias = (t.requires_grad_() for t in topk_inputs(0, 4, 6))
+    values, indices = topk_linear(x, weight, bias, 2)
+    out = sparse_decode(values, indices, weight)
+    assert values.shape == indices.shape == (0, 2)
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in (x, weight, bias))
+
+
+def test_the_two_operations_compose():
+    """decode(topk(x)) is a transcoder; its gradients run through both operations."""
+    x, encoder, bias = topk_inputs(12, 5, 9)
+    decoder, upstream = torch.randn(9, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    inputs = [x, encoder, bias, decoder]
+    got = grads(lambda x, e, b, d: sparse_decode(*topk_linear(x, e, b, 4), d), inputs, upstream, set(range(4)))
+    oracle = grads(
+        lambda x, e, b, d: reference.sparse_decode(*reference.topk_linear(x, e, b, 4), d),
+        inputs,
+        upstream,
+        set(range(4)),
+    )
+    torch.testing.assert_close(got, oracle)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest dense tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple) else (out,):
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_the_dense_code_is_never_built(small_blocks):
+    """Neither forward nor backward allocates anything near ``tokens * units``; the reference does."""
+    tokens, d, units, k = 64, 4, 512, 2
+    small_blocks(units)
+    x, weight, bias = (t.requires_grad_() for t in topk_inputs(tokens, d, units))
+    with LargestTensor() as ours:
+        sparse_decode(*topk_linear(x, weight, bias, k), weight).sum().backward()
+    with LargestTensor() as dense_ones:
+        reference.topk_linear(x, weight, bias, k)
+    assert dense_ones.numel == tokens * units
+    assert ours.numel <= max(units * d, 3 * units)

@@ -1,0 +1,247 @@
+"""The activation stream: the right tokens, each exactly once, shuffled, and resumable from between any two batches.
+
+Every token a batch hands out is traced back to its place in the text: its activations are looked up among those of a
+plain forward over the whole text, where no two places are alike.
+"""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from mxd.activations import Cursor, activation_batches, buffer_bytes
+from mxd.data import token_blocks
+from mxd.errors import MxdError
+from mxd.model import load_frozen
+
+CONTEXT, BATCH = 9, 8
+MASKED = (0, 1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """40 contexts; about a quarter of the tokens are masked ones, in varying numbers, and context 7 is all masked."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(5, 4096, (40, CONTEXT), dtype=np.int32)
+    hide = rng.random(rows.shape) < 0.25
+    hide[:, 0] = hide[7] = True
+    rows[hide] = rng.choice(MASKED, hide.sum())
+    return rows
+
+
+def finite(rows):
+    return lambda start: iter(rows[start:])
+
+
+def endless(rows):
+    def blocks(start):
+        while True:
+            yield rows[start % len(rows)]
+            start += 1
+
+    return blocks
+
+
+def batches(model, blocks, layers=(1, 2), **options):
+    options = {"batch_tokens": BATCH, "buffer_tokens": 3 * BATCH, "masked_ids": MASKED, "forward_contexts": 2, **options}
+    return activation_batches(model, layers, blocks, **options)
+
+
+def places(model, rows, batch, layer=2):
+    """Return each token's place in the text, context * CONTEXT + position, by its activations; they must match."""
+    x, y = (t.reshape(-1, 32) for t in model.record(torch.from_numpy(rows).long(), [layer])[layer])
+    got_x, got_y = batch.sites[layer]
+    distances = torch.cdist(got_x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    found = distances.argmin(1)
+    torch.testing.assert_close(got_x, x[found], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_y, y[found], atol=1e-4, rtol=1e-4)
+    assert ((distances < 1e-2).sum(1) == 1).all()  # no other place is near
+    return found.tolist()
+
+
+def same(a, b):
+    return (
+        torch.equal(a.ids, b.ids)
+        and a.cursor == b.cursor
+        and all(torch.equal(s, t) for n in a.sites for s, t in zip(a.sites[n], b.sites[n], strict=True))
+        and all(torch.equal(a.output_means[n], b.output_means[n]) for n in a.sites)
+    )
+
+
+def test_every_counted_token_appears_once_with_its_activations(family, rows):
+    counted = np.flatnonzero(~np.isin(rows.reshape(-1), MASKED))
+    found = []
+    for batch in batches(family, finite(rows)):
+        here = places(family, rows, batch)
+        assert len(here) == BATCH
+        assert rows.reshape(-1)[here].tolist() == batch.ids.tolist()
+        found += here
+    assert len(found) == len(counted) // BATCH * BATCH
+    assert len(set(found)) == len(found)
+    assert set(found) <= set(counted.tolist())
+    assert len(found) > 24 * 5  # several windows
+
+
+def test_windows_follow_the_text_and_may_cut_a_context(gpt2, rows):
+    """The first window's tokens are the first 24 counted ones, and so on, shuffled; some borders cut a context."""
+    counted = np.flatnonzero(~np.isin(rows.reshape(-1), MASKED)).tolist()
+    stream = list(batches(gpt2, finite(rows)))
+    found = [place for batch in stream for place in places(gpt2, rows, batch)]
+    cuts = 0
+    for first in range(0, len(found) - 24, 24):
+        window = found[first : first + 24]
+        assert sorted(window) == counted[first : first + 24]
+        assert window != sorted(window)
+        cuts += counted[first + 23] // CONTEXT == counted[first + 24] // CONTEXT
+    assert cuts > 2
+    assert [b.cursor.batch for b in stream[:6]] == [1, 2, 0, 1, 2, 0]
+    assert any(batch.cursor.offset for batch in stream)
+
+
+def test_masked_tokens_never_appear(gpt2, rows):
+    seen = torch.cat([batch.ids for batch in batches(gpt2, finite(rows))])
+    assert not set(seen.tolist()) & set(MASKED)
+    everything = torch.cat([batch.ids for batch in batches(gpt2, finite(rows), masked_ids=())])
+    assert sorted(everything.tolist()) == sorted(rows.reshape(-1).tolist())
+
+
+def test_layers_share_the_order_of_tokens(gpt2, rows):
+    for batch in islice(batches(gpt2, finite(rows)), 6):
+        assert places(gpt2, rows, batch, 1) == places(gpt2, rows, batch, 2)
+        assert all(t.dtype == torch.float32 for pair in batch.sites.values() for t in pair)
+
+
+def test_layers_do_not_depend_on_what_else_is_recorded(gpt2, rows):
+    both, alone = (list(batches(gpt2, finite(rows), layers)) for layers in ((0, 2), (2,)))
+    assert all(torch.equal(a.sites[2][1], b.sites[2][1]) for a, b in zip(both, alone, strict=True))
+
+
+def test_output_means_are_those_of_the_window(gpt2, rows):
+    stream = list(batches(gpt2, finite(rows)))
+    for window in (stream[:3], stream[3:6]):
+        mean = torch.cat([batch.sites[1][1] for batch in window]).mean(0)
+        for batch in window:
+            torch.testing.assert_close(batch.output_means[1], mean)
+    assert not torch.equal(stream[0].output_means[1], stream[3].output_means[1])
+
+
+def test_the_stream_is_drawn_from_the_seed(gpt2, rows):
+    first, again, other = (list(batches(gpt2, finite(rows), seed=seed)) for seed in (0, 0, 1))
+    assert all(map(same, first, again))
+    assert first[0].ids.tolist() != other[0].ids.tolist()
+    for n in range(0, len(first) - 3, 3):  # another order of the same tokens
+        a, b = (torch.cat([batch.ids for batch in stream[n : n + 3]]) for stream in (first, other))
+        assert sorted(a.tolist()) == sorted(b.tolist())
+
+
+def test_the_order_is_new_in_every_window(gpt2, rows):
+    """Two epochs of the same windows come in two orders."""
+    text = rows[:4, 1:]  # 32 tokens
+    stream = list(islice(batches(gpt2, endless(text), buffer_tokens=32, masked_ids=()), 8))
+    first, second = (torch.cat([batch.ids for batch in half]).tolist() for half in (stream[:4], stream[4:]))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+@pytest.mark.parametrize("forward_contexts", [1, 3, 100])
+def test_the_forwards_size_changes_nothing_but_rounding(gpt2, rows, forward_contexts):
+    for a, b in zip(
+        batches(gpt2, finite(rows)), batches(gpt2, finite(rows), forward_contexts=forward_contexts), strict=True
+    ):
+        assert a.ids.tolist() == b.ids.tolist()
+        torch.testing.assert_close(a.sites[2][1], b.sites[2][1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_stream_resumes_from_between_any_two_batches(gpt2, rows):
+    whole = list(islice(batches(gpt2, endless(rows)), 14))
+    for n in range(13):
+        rest = list(islice(batches(gpt2, endless(rows), start=whole[n].cursor), 13 - n))
+        assert all(map(same, rest, whole[n + 1 :])) and len(rest) == 13 - n
+    assert any(batch.cursor.offset and batch.cursor.batch for batch in whole)  # inside a window that cuts a context
+
+
+def test_a_resumed_stream_crosses_epochs_of_text(gpt2):
+    texts = [f"{chr(97 + i)} is the letter number {i} of the alphabet, and this is sentence {i}." for i in range(12)]
+    blocks = token_blocks(texts, gpt2.tokenizer, context=16, seed=4)
+    whole = list(islice(batches(gpt2, blocks, masked_ids=(0,)), 60))
+    assert whole[-1].cursor.context > 2 * 12 * 20 // 16  # more than one epoch
+    rest = list(islice(batches(gpt2, blocks, masked_ids=(0,), start=whole[40].cursor), 19))
+    assert all(map(same, rest, whole[41:]))
+
+
+def test_the_start_is_the_default_cursor(gpt2, rows):
+    assert same(next(batches(gpt2, finite(rows))), next(batches(gpt2, finite(rows), start=Cursor())))
+
+
+def test_a_finite_stream_ends_and_resumes_to_its_end(gpt2, rows):
+    whole = list(batches(gpt2, finite(rows)))
+    assert all(map(same, batches(gpt2, finite(rows), start=whole[-3].cursor), whole[-2:]))
+    assert not list(batches(gpt2, finite(rows), start=whole[-1].cursor))
+
+
+@pytest.mark.parametrize("buffer_tokens", [1, BATCH, 2 * BATCH - 1])
+def test_a_window_holds_whole_batches_and_at_least_one(gpt2, rows, buffer_tokens):
+    counted = np.flatnonzero(~np.isin(rows.reshape(-1), MASKED)).tolist()
+    for n, batch in enumerate(islice(batches(gpt2, finite(rows), buffer_tokens=buffer_tokens), 5)):
+        assert sorted(places(gpt2, rows, batch)) == counted[n * BATCH : (n + 1) * BATCH]
+
+
+def test_buffer_bytes_is_what_the_window_holds(gpt2, rows):
+    window = list(islice(batches(gpt2, finite(rows), layers=(0, 2)), 3))
+    held = sum(t.numel() * t.element_size() for batch in window for pair in batch.sites.values() for t in pair)
+    assert buffer_bytes([(32, 32), (32, 32)], 3 * BATCH) == held == 24 * 4 * 128
+    assert buffer_bytes([(768, 768), (2048, 512)], 131_072) == 131_072 * 4 * 4096
+
+
+def test_a_half_precision_model_gives_float32_batches(build_model, rows):
+    model = load_frozen(build_model("llama").to(torch.bfloat16))
+    batch = next(batches(model, finite(rows)))
+    assert {t.dtype for pair in batch.sites.values() for t in pair} == {torch.float32}
+
+
+# What would poison training is refused
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_activation_that_is_not_finite_is_refused(build_model, tokenizer, rows, value):
+    module = build_model("gpt2")
+    module.transformer.h[1].mlp.c_proj.bias.data[3] = value
+    model = load_frozen(module, tokenizer=tokenizer)
+    assert next(batches(model, finite(rows), layers=(0,)))
+    with pytest.raises(MxdError, match="layer 1: an activation is not finite in 24 of 24 tokens"):
+        next(batches(model, finite(rows), layers=(1,)))
+
+
+def test_an_input_that_is_not_finite_is_refused(build_model, rows):
+    model = load_frozen(build_model("gpt2"))
+    model.blocks[1].mlp = Forgiving()
+    model.blocks[1].ln_2.bias.data[0] = float("nan")
+    with pytest.raises(MxdError, match="layer 1: an activation is not finite"):
+        next(batches(model, finite(rows), layers=(1,)))
+
+
+class Forgiving(torch.nn.Module):
+    """An MLP whose output is finite whatever its input."""
+
+    def forward(self, x):
+        return torch.nan_to_num(x) + 1
+
+
+def test_a_target_of_norm_zero_is_refused_and_its_token_named(build_model, tokenizer):
+    module = build_model("gpt2")
+    mlp = module.transformer.h[1].mlp
+    mlp.c_proj.weight.data.zero_()
+    mlp.c_proj.bias.data.zero_()
+    model = load_frozen(module, tokenizer=tokenizer)
+    token = tokenizer(" state")["input_ids"][0]
+    rows = np.full((4, 8), token, dtype=np.int32)
+    with pytest.raises(MxdError, match=rf"layer 1: an activation has norm zero.* token id {token} '.*Mask such tokens"):
+        next(batches(model, finite(rows), layers=(1,)))
+
+
+def test_a_mask_that_leaves_nothing_is_refused(gpt2):
+    masked = np.zeros((3, CONTEXT), dtype=np.int32)
+    with pytest.raises(MxdError, match="nothing but masked tokens; check data.mask_special"):
+        next(batches(gpt2, endless(masked)))
+    assert not list(batches(gpt2, finite(masked)))

@@ -1,0 +1,138 @@
+"""The command line, in process: exit codes, messages without tracebacks, files left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mxd import __version__, cli
+
+CONFIG = """
+run: r
+layers: [1]
+model: {source: tiny-gpt2, device: cpu}
+data: {split: validation}
+sizing: {expansion: 9}
+replacements:
+  - {method: [mxd], sparsity: {kind: topk, k: [2, 4]}}
+training: {recipe: short, tokens: 1024, batch_tokens: 512, buffer_tokens: 1024, log_every: 1}
+"""
+
+
+def mxd(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
+    sys.argv = ["mxd", *words]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG + f"out: {tmp_path}\n")
+    return path
+
+
+def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    code, out, err = mxd(capsys, "train", str(config), "--training.tokens", "2048", "--run", "abc")
+    assert code == 0 and "mxd evaluate" in out and "tokens/s" in err
+    assert len((tmp_path / "abc" / "metrics.jsonl").read_text().splitlines()) == 8
+    code, out, _ = mxd(capsys, "evaluate", str(tmp_path / "abc"), "--tokens", "256")
+    assert code == 0 and "CE increase" in out and "zero-ablated" in out
+    results = json.loads((tmp_path / "abc" / "evaluation.json").read_text())["results"]
+    assert set(results) == {"abc/layer1-mxd-k2", "abc/layer1-mxd-k4"}
+    code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "layer1-mxd-k2"))
+    (described,) = json.loads(out).values()
+    assert described["parameters"] > 0 and described["provenance"]["model"] == "tiny-gpt2"
+    code, _, err = mxd(capsys, "train", str(config), "--run", "abc")
+    assert code == 1 and "already holds a run" in err
+    code, _, _ = mxd(capsys, "train", str(tmp_path / "abc" / "config.yaml"), "--resume")
+    assert code == 0
+    single = str(tmp_path / "abc" / "layer1-mxd-k2")
+    code, out, _ = mxd(capsys, "evaluate", single, "--together", "--tokens", "256", "--out", str(tmp_path / "e.json"))
+    assert code == 0 and (tmp_path / "e.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "nowhere.yaml"], "cannot read config"),
+        (["train", "CONFIG", "--training.nope", "1"], "fields here"),
+        (["train", "CONFIG", "--layers", "[50]"], "out of range"),
+        (["train", "CONFIG", "--replacements.0.sparsity.k", "90000"], "k = 90000"),
+        (["train", "CONFIG", "--model.source", "no/such-model"], "cannot load base model 'no/such-model'"),
+        (["train", "CONFIG", "--data.source", "no/such-data"], "cannot load dataset"),
+        (["train", "CONFIG", "--data.column", "body"], "no text column 'body'"),
+        (["train", "CONFIG", "--resume"], "nothing to resume"),
+        (["evaluate"], "at least one checkpoint"),
+        (["evaluate", "nowhere"], "no checkpoint"),
+        (["evaluate", "nowhere", "--tokens", "0"], "at least 1"),
+        (["info", "nowhere"], "no checkpoint"),
+    ],
+)
+def test_mistakes_end_in_one_clear_message(
+    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    code, _, err = mxd(capsys, *[str(config) if w == "CONFIG" else w for w in words])
+    assert code == 1
+    assert message in err
+
+
+def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mxd.config.load_config", stop)
+    assert mxd(capsys, "train", str(config))[0] == 130
+
+
+def test_help_version_and_fields(capsys: pytest.CaptureFixture) -> None:
+    assert "faithful" in mxd(capsys, "--help")[1]
+    assert mxd(capsys, "--version")[1].strip() == __version__
+    assert "--training.tokens" in mxd(capsys, "fields")[1]
+    assert mxd(capsys, "no-such-command")[0] != 0
+
+
+def test_help_needs_no_torch() -> None:
+    script = "import sys, mxd.cli; sys.argv = ['mxd', '--help']\ntry: mxd.cli.main()\nexcept SystemExit: pass\n"
+    script += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_demo_leaves_table_and_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tmp_path / "demo.yaml"
+    from mxd.model import bundled_path
+
+    text = bundled_path("demo.yaml").read_text()
+    small.write_text(text.replace("expansion: 32", "expansion: 9").split("training:")[0] + CONFIG.split("\n")[-2])
+    monkeypatch.setattr("mxd.model.bundled_path", lambda name: small if name == "demo.yaml" else bundled_path(name))
+    monkeypatch.setattr("mxd.data.bundled_path", bundled_path)
+    monkeypatch.setattr("mxd.cli.DEMO_TOKENS", 256)
+    for _ in range(2):  # the second replaces the first
+        code, out, _ = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")
+        assert code == 0
+    for method in ("MxD", "TC", "STC", "CP-muMoE"):
+        assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
+        assert method in out
+    assert (tmp_path / "d" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "d" / "evaluation.json").read_text())["results"]
+    params = {r["replacements"][0]["params"] for r in results.values()}
+    assert len(results) == 8 and max(params) / min(params) < 1.01
+
+
+def test_importing_mxd_is_quick_to_answer_typos() -> None:
+    import mxd as package
+
+    with pytest.raises(AttributeError, match="public names"):
+        _ = package.splised
+    assert "spliced" in dir(package)
+    assert callable(package.spliced)

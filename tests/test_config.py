@@ -1,0 +1,145 @@
+"""Configs: the shipped ones, sweeps, overrides, and errors that name the choices."""
+
+from pathlib import Path
+
+import pytest
+
+from mxd.config import RECIPES, dump_config, expand, fields_help, load_config, parse_config
+from mxd.errors import MxdError
+from mxd.layers import MLPShape, size
+
+CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
+SHAPES = {
+    "tiny": MLPShape(128, 128, 512, "gelu_tanh", False),
+    "smollm2-135m": MLPShape(576, 576, 1536, "silu", True),
+    "gpt2": MLPShape(768, 768, 3072, "gelu_tanh", False),
+    "pythia-410m": MLPShape(1024, 1024, 4096, "gelu", False),
+    "pythia-1.4b": MLPShape(2048, 2048, 8192, "gelu", False),
+    "llama-3.2-3b": MLPShape(3072, 3072, 8192, "silu", True),
+}
+PAPER_UNITS = {"gpt2": 21_490, "pythia-410m": 28_658, "pythia-1.4b": 57_330, "llama-3.2-3b": 86_015}
+ONE = {"replacements": [{"method": "mxd"}]}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_loads_and_sizes_without_a_download(path: Path) -> None:
+    config = load_config(path)
+    shape = SHAPES[path.stem]
+    sized = [size(r.inherit(shape), config.sizing.expansion, config.sizing.match) for r in config.replacements]
+    assert all(s.num_units and s.num_params > 0 for s in sized)
+    if path.stem in PAPER_UNITS:
+        assert {s.num_units for s in sized if s.label == "MxD"} == {PAPER_UNITS[path.stem]}
+        assert sorted({s.sparsity.max_k for s in sized}) == [8, 16, 32, 64, 128]
+        assert config.training.settings.lr == 1e-4
+        assert config.training.settings.warmup_steps == 5000
+        assert config.training.steps == 117_187
+
+
+def test_all_paper_configs_are_shipped() -> None:
+    assert {p.stem for p in CONFIGS} == set(SHAPES)
+
+
+def test_lists_make_the_product() -> None:
+    spec = {"method": "transcoder", "skip": [False, True], "sparsity": {"kind": "topk", "k": [4, 8, 16]}}
+    config = parse_config({"replacements": [spec]})
+    found = {(r.skip, r.sparsity.k) for r in config.replacements}
+    assert found == {(s, k) for s in (False, True) for k in (4, 8, 16)}
+    assert len(config.replacements) == 6
+
+
+def test_a_list_of_sparsities_sweeps_kinds() -> None:
+    kinds = [{"kind": "relu_l1", "l1": 0.1}, {"kind": "topk", "k": [1, 2]}]
+    assert len(expand({"method": "mxd", "sparsity": kinds})) == 3
+
+
+def test_dump_reads_back_equal() -> None:
+    config = parse_config({**ONE, "layers": [1, 2], "training": {"recipe": "short", "tokens": 40960}})
+    import yaml
+
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_recipes_and_their_overrides() -> None:
+    paper = parse_config(ONE).training
+    assert (paper.settings.lr, paper.settings.warmup_steps) == (RECIPES["paper"].lr, 5000)
+    short = parse_config({**ONE, "training": {"recipe": "short", "tokens": 4096 * 200}}).training
+    assert (short.settings.lr, short.settings.warmup_steps) == (1e-3, 20)
+    own = parse_config({**ONE, "training": {"recipe": "short", "lr": 0.5, "warmup_steps": 0}}).training
+    assert (own.settings.lr, own.settings.warmup_steps) == (0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "check"),
+    [
+        (["--training.tokens", "8192"], lambda c: c.training.tokens == 8192),
+        (["--training.tokens=8192"], lambda c: c.training.tokens == 8192),
+        (["--layers", "[3, 4]"], lambda c: c.layers == (3, 4)),
+        (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
+        (["--data.mask-special", "false"], lambda c: c.data.mask_special is False),
+        (["--model.revision", "main"], lambda c: c.model.revision == "main"),
+    ],
+)
+def test_overrides(words: list[str], check) -> None:
+    assert check(load_config(CONFIGS[-1], words))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "replacements"),
+        ({"replacements": []}, "replacements"),
+        ({"replacements": [{"method": "nope"}]}, "methods: mxd, transcoder, cp_mumoe, topk_sae"),
+        ({"replacements": [{"method": "mxd", "sparsity": {"kind": "nope"}}]}, "sparsities: topk, random_k, relu_l1"),
+        ({"replacements": [{"method": "mxd", "hiden": 3}]}, "fields here: .*hidden"),
+        ({"replacements": [{"method": "mxd", "num_units": 4, "sparsity": {"kind": "topk", "k": 5}}]}, "k = 5 is more"),
+        ({**ONE, "training": {"lrr": 1}}, "training.lrr.*fields here: recipe"),
+        ({**ONE, "training": {"lr": -1}}, "training.lr"),
+        ({**ONE, "training": {"tokens": 10}}, "less than one batch"),
+        ({**ONE, "training": {"buffer_tokens": 10}}, "buffer_tokens"),
+        ({**ONE, "training": {"accumulation": 3}}, "does not divide"),
+        ({**ONE, "layers": [1, 1]}, "twice"),
+        ({**ONE, "layers": []}, "layers"),
+        ({**ONE, "run": "../evil"}, "run"),
+        ({**ONE, "model": {"dtype": "int4"}}, "model.dtype"),
+        ({**ONE, "sizing": {"match": "rough"}}, "sizing.match"),
+    ],
+)
+def test_bad_fields_are_named_with_the_choices(raw: dict, message: str) -> None:
+    with pytest.raises(MxdError, match=message):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("a: [", [], "not YAML"),
+        ("- 1", [], "expected a mapping"),
+        ("layers: [1]", ["tokens"], "expected an override"),
+        ("layers: [1]", ["--training.tokens"], "has no value"),
+        ("layers: [1]", ["--layers.7", "3"], "indices 0 ... 0"),
+        ("layers: [1]", ["--layers.0.x", "3"], "not a section"),
+        ("layers: [1]", ["--seed", "["], "not a YAML value"),
+    ],
+)
+def test_bad_files_and_overrides(tmp_path: Path, text: str, words: list[str], message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(MxdError, match=message):
+        load_config(path, words)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(MxdError, match="cannot read config"):
+        load_config("nowhere.yaml")
+
+
+def test_a_config_is_frozen() -> None:
+    config = parse_config(ONE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+
+
+def test_fields_help_names_every_section() -> None:
+    text = fields_help()
+    for name in ("--training.tokens", "--data.source", "--model.revision", "--sizing.expansion", "method cp_mumoe"):
+        assert name in text

@@ -1,0 +1,325 @@
+"""Text: packing by hand, orders drawn from the seed, every kind of source, and what is refused."""
+
+import json
+from collections import Counter
+from itertools import count, islice
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_dataset
+
+from mxd.data import documents, mask_of, special_ids, token_blocks
+from mxd.errors import MxdError
+
+
+class Letters:
+    """A tokenizer whose tokens are letters: a = 10, b = 11 ...; BOS = 1, EOS = 2."""
+
+    bos_token_id, eos_token_id = 1, 2
+
+    def __call__(self, texts, **options):
+        return {"input_ids": [[ord(letter) - ord("a") + 10 for letter in text] for text in texts]}
+
+
+class Bare(Letters):
+    """The same without BOS and EOS."""
+
+    bos_token_id = eos_token_id = None
+
+
+def packed(texts, tokenizer=None, **options):
+    options = {"context": 4, "shuffle": False, "repeat": False, **options}
+    return [row.tolist() for row in token_blocks(texts, tokenizer or Letters(), **options)(0)]
+
+
+def numbered(n):
+    """Documents that tell which one they are; of length 3, so that with EOS each fills one context of 5."""
+    return [f"{chr(97 + i // 26)}{chr(97 + i % 26)}z" for i in range(n)]
+
+
+# Packing
+
+
+def test_packing_by_hand():
+    # abc EOS de EOS f EOS, in threes behind BOS; the last two tokens do not fill a context
+    assert packed(["abc", "de", "fg"]) == [[1, 10, 11, 12], [1, 2, 13, 14], [1, 2, 15, 16]]
+    assert packed(["abc", "de", "fg"], bos=False) == [[10, 11, 12, 2], [13, 14, 2, 15]]
+    assert packed(["abc", "de", "fg"], Bare()) == [[10, 11, 12, 13]]
+
+
+def test_lists_and_generators_pack_the_same():
+    texts = numbered(600)  # more than one batch of the tokenizer
+    assert packed(iter(texts)) == packed(texts)
+    assert sum(map(len, packed(texts))) == 600 * 4 // 3 * 4
+
+
+def test_blocks_start_where_they_are_told():
+    for options in ({}, {"shuffle": False}, {"repeat": False}):
+        blocks = token_blocks(numbered(20), Letters(), context=5, seed=3, **options)
+        whole = list(islice(blocks(0), 70))
+        for start in (0, 1, 19, 20, 21, 45):
+            rest = list(islice(blocks(start), 70 - start))
+            assert np.array_equal(rest, whole[start:])
+
+
+def test_a_lazy_source_starts_where_it_is_told():
+    texts = numbered(20)
+    rest = list(token_blocks(iter(texts), Letters(), context=5)(7))
+    assert np.array_equal(rest, list(token_blocks(iter(texts), Letters(), context=5)(0))[7:])
+
+
+def test_order_is_drawn_from_the_seed():
+    def rows(seed):
+        return np.stack(list(islice(token_blocks(numbered(50), Letters(), context=5, seed=seed)(0), 50)))
+
+    assert np.array_equal(rows(1), rows(1))
+    assert not np.array_equal(rows(1), rows(2))
+    assert Counter(map(tuple, rows(1).tolist())) == Counter(map(tuple, rows(2).tolist()))
+
+
+def test_every_epoch_holds_the_same_contexts_in_a_new_order():
+    rows = [tuple(row) for row in islice(token_blocks(numbered(50), Letters(), context=5)(0), 150)]
+    epochs = [rows[:50], rows[50:100], rows[100:]]
+    assert len(set(rows)) == 50
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_documents_are_shuffled_before_they_are_packed():
+    """Otherwise contexts would always hold the same neighbours, whatever the seed."""
+    together = set()
+    for seed in range(2):
+        rows = list(token_blocks(numbered(50), Letters(), context=9, seed=seed, repeat=False)(0))
+        together.update((seed, tuple(row)) for row in rows)
+    assert len({row for _, row in together}) == 50  # 25 contexts for each seed, none in common
+
+
+def test_evaluation_reads_once_and_in_order():
+    assert packed(numbered(3), context=5) == [[1, 10, 10, 35, 2], [1, 10, 11, 35, 2], [1, 10, 12, 35, 2]]
+
+
+def test_an_endless_source_is_read_lazily():
+    read = []
+
+    def endless():
+        for i in count():
+            read.append(i)
+            yield "abcdefg"
+
+    blocks = token_blocks(endless(), Letters(), context=4)
+    assert not read
+    assert len(list(islice(blocks(0), 10))) == 10
+    assert len(read) <= 256
+
+
+def test_text_shorter_than_a_context_is_refused():
+    for texts in ([], [""], ["abc"]):
+        with pytest.raises(MxdError, match="less than one context of 128 tokens"):
+            token_blocks(texts, Letters())
+
+
+def test_the_bundled_tokenizer_packs_its_own_text(tokenizer):
+    text = "The quick brown fox jumps over the lazy dog."
+    rows = packed([text] * 3, tokenizer, context=8)
+    stream = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) * 3
+    assert [row[0] for row in rows] == [tokenizer.bos_token_id] * len(rows)
+    assert [token for row in rows for token in row[1:]] == stream[: len(stream) // 7 * 7]
+
+
+# Masks
+
+
+def test_special_ids_and_their_mask(tokenizer):
+    assert special_ids(tokenizer) == [0]
+    ids = np.array([[0, 5, 0], [7, 0, 0]])
+    assert mask_of(ids, [0, 7]).tolist() == [[False, True, False], [False, False, False]]
+    assert mask_of(ids, ()).all()
+
+
+# Sources
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_bundled_text(split):
+    texts = documents("bundled", split)
+    assert len(texts) > 100
+    assert all(isinstance(text, str) and text for text in texts)
+
+
+def test_bundled_splits_share_no_document():
+    splits = [set(documents("bundled", split)) for split in ("train", "validation", "test")]
+    assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
+
+
+def write(path, texts, column="text"):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({column: t}, ensure_ascii=False) + "\n" for t in texts), encoding="utf-8")
+    elif path.suffix == ".parquet":
+        Dataset.from_dict({column: texts}).to_parquet(str(path))
+    else:
+        (path.write_text(texts[0], encoding="utf-8"))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_local_files_are_split_by_document(tmp_path, suffix):
+    texts = [f"document number {i}" for i in range(400)]
+    path = write(tmp_path / f"some{suffix}", texts)
+    splits = {split: documents(str(path), split) for split in ("train", "validation", "test")}
+    assert sorted(sum(splits.values(), [])) == sorted(texts)  # disjoint and covering
+    assert splits["train"] == [t for t in texts if t in set(splits["train"])]  # in the file's order
+    assert all(4 <= len(splits[name]) <= 45 for name in ("validation", "test"))
+    assert len(splits["train"]) > 300
+    extended = write(tmp_path / f"more{suffix}", [*texts, "one more"])  # growing a file moves no document
+    assert set(splits["test"]) <= set(documents(str(extended), "test"))
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    path = write(tmp_path / "a.txt", ["one\ntwo\n"])
+    found = []
+    for split in ("train", "validation", "test"):
+        try:
+            found += documents(str(path), split)
+        except MxdError as error:
+            assert "no document in split" in str(error)
+    assert found == ["one\ntwo\n"]
+
+
+def test_a_folder_with_files_named_as_splits(tmp_path):
+    write(tmp_path / "train.jsonl", ["a", "b"])
+    write(tmp_path / "test.parquet", ["c"])
+    assert documents(str(tmp_path), "train") == ["a", "b"]
+    assert documents(str(tmp_path), "test") == ["c"]
+
+
+def test_a_folder_of_other_files_is_split_by_document(tmp_path):
+    write(tmp_path / "1.jsonl", [f"first {i}" for i in range(100)])
+    write(tmp_path / "2.txt", ["second"])
+    (tmp_path / "README.md").write_text("not text to train on")
+    found = sum((documents(str(tmp_path), split) for split in ("train", "validation", "test")), [])
+    assert sorted(found) == sorted([f"first {i}" for i in range(100)] + ["second"])
+
+
+def test_json_lines_end_at_newlines_only(tmp_path):
+    texts = ["a\u2028b", "c\x85d", "e\x0cf"]
+    write(tmp_path / "train.jsonl", texts)
+    assert documents(str(tmp_path), "train") == texts
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_document_may_be_null(tmp_path, suffix):
+    write(tmp_path / f"train{suffix}", ["a", None, "b"])
+    assert documents(str(tmp_path), "train") == ["a", "", "b"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_another_column_and_a_missing_one(tmp_path, suffix):
+    write(tmp_path / f"train{suffix}", ["a"], column="body")
+    assert documents(str(tmp_path), "train", column="body") == ["a"]
+    with pytest.raises(MxdError, match="no text column 'text'; it has: body. Set data.column"):
+        documents(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_a_binary_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"train{suffix}"
+    path.write_bytes(b"\xff\xfe\x00\x80 binary" * 10)
+    with pytest.raises(MxdError, match="cannot read text from"):
+        documents(str(path))
+
+
+def test_broken_json_and_json_that_is_no_object(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(MxdError, match="cannot read text from"):
+        documents(str(tmp_path), "train")
+    path.write_text('["a"]\n')
+    with pytest.raises(MxdError, match="no text column 'text'; it has: list"):
+        documents(str(tmp_path), "train")
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(MxdError, match="no text file at"):
+        documents(str(tmp_path / "none.txt"))
+    with pytest.raises(MxdError, match=r"no text in .* expected a file or a folder of .txt, .jsonl, .parquet"):
+        documents(str(tmp_path))
+    (tmp_path / "code.py").write_text("pass")
+    with pytest.raises(MxdError, match="no text in"):
+        documents(str(tmp_path / "code.py"))
+
+
+def test_no_document_in_a_split_says_how_documents_are_split(tmp_path):
+    path = write(tmp_path / "few.jsonl", ["document 1"])
+    empty = 0
+    for split in ("train", "validation", "test"):
+        try:
+            documents(str(path), split)
+        except MxdError as error:
+            empty += "5% validation, 5% test" in str(error)
+    assert empty == 2
+
+
+def test_unknown_split_lists_the_choices(tmp_path):
+    path = write(tmp_path / "some.jsonl", ["a"])
+    for source in ("bundled", str(path)):
+        with pytest.raises(MxdError, match="unknown split 'dev'; choose one of: train, validation, test"):
+            documents(source, "dev")
+
+
+# The Hub
+
+
+def test_an_unreachable_dataset_says_what_can_be_given():
+    for streaming in (False, True):
+        with pytest.raises(MxdError, match="cannot load dataset 'no-such-org/texts:en', split 'train'.*\n.*`bundled`"):
+            documents("no-such-org/texts:en", streaming=streaming)
+
+
+def test_an_error_without_a_message_is_still_explained(monkeypatch):
+    def fail(*args, **options):
+        raise ConnectionError
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(MxdError, match="cannot load dataset 'org/texts', split 'train': ConnectionError"):
+        documents("org/texts")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for the Hub that serves one local file; gives the calls that it got."""
+    texts = [f"text {i}" for i in range(50)]
+    path = write(tmp_path / "served.jsonl", texts)
+    calls = []
+
+    def serve(name, subset, split, streaming):
+        calls.append((name, subset, split))
+        return load_dataset(
+            "json", data_files={"train": str(path)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
+        )
+
+    monkeypatch.setattr("datasets.load_dataset", serve)
+    return texts, calls
+
+
+def test_a_hub_dataset(hub):
+    texts, calls = hub
+    assert documents("org/name:subset") == texts
+    assert calls == [("org/name", "subset", "train")]
+    documents("org/name")
+    assert calls[-1] == ("org/name", None, "train")
+
+
+def test_a_streamed_hub_dataset_is_ordered_by_the_seed(hub):
+    texts, _ = hub
+    orders = [list(documents("org/name", streaming=True, seed=seed)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2]) == sorted(texts)
+    assert not isinstance(documents("org/name", streaming=True), list)  # so token_blocks reads it lazily
+
+
+def test_a_hub_dataset_without_the_column_or_split(hub):
+    for streaming in (False, True):
+        with pytest.raises(MxdError, match="no text column 'body'; it has: text"):
+            documents("org/name", column="body", streaming=streaming)
+        with pytest.raises(MxdError, match="cannot load dataset 'org/name', split 'dev'"):
+            documents("org/name", split="dev", streaming=streaming)

@@ -1,0 +1,172 @@
+"""The house's one rule: a file imports only from files above it. Read from the import statements themselves."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxd
+
+ROOT = Path(mxd.__file__).parent
+
+ORDER = [
+    "errors",
+    "progress",
+    "ops",
+    "layers",
+    "losses",
+    "model",
+    "data",
+    "activations",
+    "checkpoint",
+    "hub",
+    "formats",
+    "config",
+    "splice",
+    "train",
+    "evaluation",
+    "report",
+    "cli",
+]
+"""Files and folders of mxd, from the bottom up: each may import those before it. A new one gets its place here."""
+
+LAYERS_ORDER = ["sparsity", "base", "sizing", "encoder", "features", "METHODS", "__init__"]
+"""The same within ``layers``, where METHODS is every other file: methods do not import one another."""
+
+FORBIDDEN = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def module_name(path):
+    """``mxd.layers.base`` for its file; a package's ``__init__`` goes by the package's name."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(name):
+    """Every module that a file imports, at its top or inside a function; submodules are told from attributes."""
+    path, found = FILES[name], set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            for _ in range(node.level - 1):
+                package = package.rpartition(".")[0]
+            source = ".".join(filter(None, [package, node.module])) if node.level else node.module
+            members = {f"{source}.{alias.name}" for alias in node.names} & set(FILES)
+            found |= members
+            if len(members) < len(node.names):
+                found.add(source)
+    return found
+
+
+def ours(name):
+    return {module for module in imports(name) if module.partition(".")[0] == "mxd"}
+
+
+def part(module):
+    """``layers`` for ``mxd.layers.base``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def layer_place(module):
+    last = module.removeprefix("mxd.layers").removeprefix(".") or "__init__"
+    return LAYERS_ORDER.index(last if last in LAYERS_ORDER else "METHODS")
+
+
+modules = pytest.mark.parametrize("name", [name for name in FILES if name != "mxd"])
+
+
+def test_every_file_has_its_place():
+    unplaced = {part(name) for name in FILES if name != "mxd"} - set(ORDER)
+    assert not unplaced, f"add to ORDER, where DESIGN puts them: {unplaced}"
+
+
+def test_the_reader_sees_imports():
+    """That the tests below look at something: known imports, at the top, inside functions, and by relative name."""
+    assert "mxd.layers.base" in imports("mxd.layers.mxd")
+    assert "mxd.config" in imports("mxd.cli")  # inside a function
+    assert "torch" in imports("mxd.losses")
+    assert "mxd.errors" in imports("mxd.cli")  # from mxd import errors
+    assert sum(len(ours(name)) for name in FILES) > 50
+
+
+@modules
+def test_a_file_imports_only_from_files_above_it(name):
+    for module in ours(name) - {"mxd"}:
+        same_folder = part(module) == part(name)
+        assert same_folder or ORDER.index(part(module)) < ORDER.index(part(name)), f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if part(name) == "layers"])
+def test_within_layers_what_is_shared_stands_below_the_methods(name):
+    for module in ours(name):
+        if part(module) == "layers":
+            assert layer_place(module) < layer_place(name), f"{name} imports {module}"
+
+
+def test_no_cycles():
+    """Not inside a folder either."""
+    graph = {name: ours(name) & set(FILES) - {"mxd", name} for name in FILES if name != "mxd"}
+    while graph:
+        free = {name for name, needs in graph.items() if not needs & set(graph)}
+        assert free, f"cycle among {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+
+
+@modules
+def test_configs_reach_only_train_evaluation_and_cli(name):
+    if "mxd.config" in imports(name):
+        assert part(name) in {"train", "evaluation", "cli"}
+
+
+@modules
+def test_only_train_imports_accelerate(name):
+    uses = any(module.partition(".")[0] == "accelerate" for module in imports(name))
+    assert uses == (name == "mxd.train")
+
+
+@modules
+def test_nothing_is_pickled(name):
+    assert not {module.partition(".")[0] for module in imports(name)} & FORBIDDEN
+    calls = [
+        ast.unparse(node) for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Attribute)
+    ]
+    assert not {"torch.save", "torch.load", "numpy.load", "np.load", "pandas.read_pickle"} & set(calls)
+
+
+def test_the_package_itself_imports_nothing_of_its_own():
+    assert imports("mxd") <= {"importlib", "typing"}
+
+
+def test_every_public_name_is_found():
+    for name in mxd.__all__:
+        assert getattr(mxd, name) is not None
+    assert set(mxd.__all__) <= set(dir(mxd))
+    with pytest.raises(AttributeError, match=r"no attribute 'lode_layer'; public names: .*load_layer"):
+        mxd.lode_layer  # noqa: B018
+
+
+HEAVY = "sorted({'torch', 'transformers', 'datasets', 'accelerate', 'matplotlib'} & set(sys.modules))"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mxd",
+        "import mxd, mxd.cli",
+        "import mxd.cli\nsys.argv = ['mxd', '--help']\ntry: mxd.cli.main()\nexcept SystemExit: pass",
+    ],
+    ids=["import", "cli", "help"],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(code):
+    """``import mxd`` and ``mxd --help`` answer at once."""
+    script = f"import sys\n{code}\nprint('heavy:', {HEAVY})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert ("evaluate" in done.stdout) == ("--help" in code)

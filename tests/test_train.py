@@ -1,0 +1,352 @@
+"""Training: it learns, resumes bit for bit, refuses what would lose work, and leaves the base model alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mxd.checkpoint import load_layer
+from mxd.config import RunConfig, dump_config, parse_config
+from mxd.errors import MxdError
+from mxd.model import load_frozen
+from mxd.train import Interrupted, learning_rate, plan_layers, train
+
+TIMING = ("seconds",)
+
+
+def small(tmp_path: Path, **fields) -> RunConfig:
+    raw = {
+        "run": "r",
+        "out": str(tmp_path),
+        "layers": [2],
+        "model": {"source": "tiny-gpt2", "device": "cpu"},
+        "data": {"split": "validation"},
+        "sizing": {"expansion": 9},
+        "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": 8}}],
+        "training": {
+            "recipe": "short",
+            "tokens": 6144,
+            "batch_tokens": 512,
+            "buffer_tokens": 2048,
+            "log_every": 2,
+            "save_every": 5,
+        },
+    }
+    for key, value in fields.items():
+        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(raw)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything a run leaves: the layers and its last state (weights, moments, counters)."""
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        if "state" in path.parts[-3:]:
+            continue
+        found |= {f"{path.parent.name}/{k}": v for k, v in load_file(path).items()}
+    newest = sorted((folder / "state").glob("step-*"))[-1]
+    return found | {f"state/{k}": v for k, v in load_file(newest / "state.safetensors").items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    left, right = tensors(a), tensors(b)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+EVERYTHING = [
+    {"method": "mxd", "sparsity": [{"kind": "topk", "k": 8}, {"kind": "random_k", "k": 8}]},
+    {"method": "transcoder", "skip": True, "sparsity": {"kind": "relu_l1"}},
+    {"method": "cp_mumoe", "rank_share": 0.25, "sparsity": {"kind": "topk", "k": 4}},
+    {"method": "topk_sae", "sparsity": {"kind": "topk", "k": 4}},
+]
+
+
+def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
+    config = small(tmp_path, layers=[1, 3], replacements=EVERYTHING, training={"tokens": 512 * 32, "log_every": 8})
+    folder = train(config)
+    layers = [p for p in folder.iterdir() if (p / "config.json").exists()]
+    assert len(layers) == 10
+    lines = metrics(folder)
+    assert {line["step"] for line in lines} == {8, 16, 24, 32}
+    for path in layers:
+        trained = load_layer(path)
+        own = [line for line in lines if line["replacement"] == path.name]
+        assert own[-1]["normalized_mse"] < own[0]["normalized_mse"], path.name
+        assert trained.provenance.tokens == 512 * 32
+        assert trained.provenance.layer == int(path.name.removeprefix("layer")[0])
+        assert trained.provenance.masked_ids  # BOS is special
+    assert {p.name.split("-")[1] for p in layers} == {"mxd", "stc", "cp", "sae"}
+
+
+def test_training_together_equals_training_alone(tmp_path: Path) -> None:
+    both = train(small(tmp_path, run="both", replacements=EVERYTHING[:2]))
+    alone = train(small(tmp_path, run="alone", replacements=EVERYTHING[:1]))
+    for name in ("layer2-mxd-k8", "layer2-mxd-randomk8"):
+        a, b = (load_file(folder / name / "model.safetensors") for folder in (both, alone))
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_base_model_is_bit_identical_after_training(tmp_path: Path) -> None:
+    model = load_frozen("tiny-gpt2")
+    before = {k: v.clone() for k, v in model.module.state_dict().items()}
+    train(small(tmp_path), model=model)
+    after = model.module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(v, after[k]) for k, v in before.items())
+    assert not model.module.training
+    assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
+
+
+def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
+    a, b = (train(small(tmp_path, run=name)) for name in "ab")
+    assert_same_run(a, b)
+    c = train(small(tmp_path, run="c", seed=1))
+    weights = [load_file(f / "layer2-mxd-k8" / "model.safetensors")["gate"] for f in (a, c)]
+    assert not torch.equal(*weights)
+
+
+def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
+    from mxd.activations import activation_batches
+    from mxd.data import documents, special_ids, token_blocks
+
+    config = small(tmp_path, training={"lr": 1e-12, "tokens": 512, "warmup_steps": 0})
+    layer = load_layer(train(config) / "layer2-mxd-k8").layer
+    model = load_frozen("tiny-gpt2")
+    blocks = token_blocks(documents("bundled", "validation"), model.tokenizer, 128)
+    batches = [next(b) for b in [activation_batches(model, [2], blocks, 2048, 2048, special_ids(model.tokenizer))]]
+    assert torch.allclose(layer.bias, batches[0].sites[2][1].mean(0), atol=1e-5)
+    assert layer.bias.abs().max() > 0.01
+
+
+RUNNER = """
+import sys, mxd
+from mxd.config import load_config
+from mxd.train import train
+train(load_config(sys.argv[1]), resume=sys.argv[2] == "resume")
+"""
+
+
+def start(config_path: Path, mode: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", RUNNER, str(config_path), mode], stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+    fields = {"replacements": EVERYTHING, "training": {"tokens": 512 * 60, "save_every": 3}}
+    whole = train(small(tmp_path, run="whole", **fields))
+    config = small(tmp_path, run="cut", **fields)
+    path = tmp_path / "cut.yaml"
+    path.write_text(dump_config(config))
+    process = start(path, "new")
+    state = config.folder / "state"
+    deadline = time.monotonic() + 60
+    while not list(state.glob("step-*[1-9]")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.kill()  # SIGKILL
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (config.folder / "layer2-mxd-k8").exists()
+    train(config, resume=True)
+    assert_same_run(whole, config.folder)
+
+
+def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(small(tmp_path, run="whole"))
+    config = small(tmp_path, run="cut")
+    from mxd import train as module
+
+    real, calls = module.train_step, []
+
+    def step_then_signal(*args, **kwargs) -> None:
+        real(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(module, "train_step", step_then_signal)
+    with pytest.raises(Interrupted, match=r"step 7 of 12.*--resume"):
+        train(config)
+    monkeypatch.setattr(module, "train_step", real)
+    train(config, resume=True)
+    assert_same_run(whole, config.folder)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    folder = train(config)
+    before = tensors(folder)
+    train(config, resume=True)
+    assert all(torch.equal(v, tensors(folder)[k]) for k, v in before.items())
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_untouched(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    folder = train(config)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    with pytest.raises(MxdError, match=r"already holds a run.*--resume"):
+        train(config)
+    with pytest.raises(MxdError, match="differs from this config"):
+        train(small(tmp_path, seed=5), resume=True)
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(MxdError, match="nothing to resume"):
+        train(small(tmp_path), resume=True)
+
+
+def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
+    for fields, message in [
+        ({"layers": [99]}, "out of range.*0 ... 5"),
+        ({"data": {"column": "nope"}}, "no text column 'nope'"),
+        ({"data": {"source": str(tmp_path / "no.txt")}}, "no text file"),
+        ({"sizing": {"expansion": 1}}, "raise sizing.expansion"),
+        ({"replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": 100_000}}]}, "k = 100000 is more"),
+    ]:
+        with pytest.raises(MxdError, match=message):
+            train(small(tmp_path, **fields))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxd import train as module
+
+    class Little:
+        available = 2**20
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: Little)
+    with pytest.raises(MxdError, match=r"GiB are free.*Lower training.buffer_tokens"):
+        train(small(tmp_path))
+    assert not (tmp_path / "r").exists()
+
+
+def test_poisoned_activations_stop_the_run_and_lose_nothing(tmp_path: Path) -> None:
+    model = load_frozen("tiny-gpt2")
+    forwards = []
+
+    def poison(module, args, output):
+        forwards.append(1)
+        return output * float("nan") if len(forwards) > 3 else output
+
+    model.mlp(2).register_forward_hook(poison)
+    config = small(tmp_path, training={"save_every": 1000, "tokens": 512 * 40})
+    with pytest.raises(MxdError, match="layer 2: an activation is not finite"):
+        train(config, model=model)
+    saved = sorted((config.folder / "state").glob("step-*"))
+    assert saved and saved[-1].name > "step-000000000"
+
+
+def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxd import train as module
+
+    texts = module.documents("bundled", "validation")[:6]
+    monkeypatch.setattr(module, "documents", lambda *args: iter(texts))
+    config = small(tmp_path, training={"tokens": 4_096_000})
+    with pytest.raises(MxdError, match="the text ended after"):
+        train(config)
+    assert list((config.folder / "state").glob("step-*"))
+
+
+def test_accumulation_gives_the_whole_batch_gradient(tmp_path: Path) -> None:
+    one = train(small(tmp_path, run="one"))
+    four = train(small(tmp_path, run="four", training={"accumulation": 4}))
+    a, b = (load_file(f / "layer2-mxd-k8" / "model.safetensors") for f in (one, four))
+    for name in a:
+        assert torch.allclose(a[name], b[name], atol=2e-3), name
+    assert metrics(one)[0]["normalized_mse"] == pytest.approx(metrics(four)[0]["normalized_mse"], rel=1e-4)
+
+
+def test_clipping_changes_and_bounds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = []
+    real = torch.nn.utils.clip_grad_norm_
+
+    def watch(parameters, limit):
+        parameters = list(parameters)
+        real(parameters, limit)
+        norms.append(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watch)
+    train(small(tmp_path, training={"clip_norm": 1e-3}))
+    assert len(norms) == 12
+    assert max(norms) <= 1.001e-3
+
+
+def test_warm_up_is_linear_then_constant(tmp_path: Path) -> None:
+    training = small(tmp_path, training={"tokens": 512 * 100, "lr": 1.0, "warmup_steps": 9}).training
+    rates = [learning_rate(step, training) for step in range(12)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10:] == [1.0, 1.0]
+
+
+def test_names_tell_settings_apart(tmp_path: Path) -> None:
+    twice = [{"method": "mxd", "activation": ["relu", "gelu"], "sparsity": {"kind": "topk", "k": 8}}]
+    plans = plan_layers(small(tmp_path, replacements=twice), load_frozen("tiny-gpt2"))
+    assert list(plans) == ["layer2-mxd-k8", "layer2-mxd-k8-v2"]
+    same = [{"method": "mxd", "sparsity": {"kind": "topk", "k": [8, 8]}}]
+    with pytest.raises(MxdError, match="twice"):
+        plan_layers(small(tmp_path, replacements=same), load_frozen("tiny-gpt2"))
+
+
+def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from mxd import train as module
+
+    seen, real = [], module.Stats.see
+
+    def spy(self, y, prediction, loss, code, tokens_seen):
+        seen.append((y.numpy().copy(), prediction.detach().numpy().copy(), code.values.detach().numpy().copy()))
+        real(self, y, prediction, loss, code, tokens_seen)
+
+    monkeypatch.setattr(module.Stats, "see", spy)
+    folder = train(small(tmp_path))
+    y, p, values = (np.concatenate([s[i] for s in seen[:2]]).astype(np.float64) for i in range(3))
+    line = metrics(folder)[0]
+    nmse = (((y - p) ** 2).mean(1) / np.linalg.norm(y, axis=1)).mean()
+    assert line["normalized_mse"] == pytest.approx(nmse, rel=1e-4)
+    assert line["fvu"] == pytest.approx(((y - p) ** 2).sum() / ((y - y.mean(0)) ** 2).sum(), rel=1e-3)
+    assert line["l0"] == pytest.approx((values > 0).sum(1).mean(), rel=1e-5)
+
+
+def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
+    config = small(tmp_path, training={"tokens": 512 * 20, "dead_after": 512 * 4})
+    folder = train(config)
+    last = load_file(sorted((folder / "state").glob("*"))[-1] / "state.safetensors")["layer2-mxd-k8/last_active"]
+    expected = (512 * 20 - last >= 512 * 4).float().mean()
+    assert metrics(folder)[-1]["dead_share"] == pytest.approx(float(expected))
+    assert 0 < expected < 1
+
+
+def test_an_unknown_tracker_is_refused_and_a_known_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MxdError, match="tracker"):
+        train(small(tmp_path, run="bad", training={"trackers": ["nope"]}))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    folder = train(small(tmp_path, run="good", training={"trackers": ["wandb"]}))
+    assert (folder / "layer2-mxd-k8").is_dir()
+
+
+def test_local_text_and_no_mask(tmp_path: Path) -> None:
+    text = tmp_path / "t.jsonl"
+    from mxd.data import documents
+
+    lines = documents("bundled", "validation")[:30]
+    text.write_text("\n".join(json.dumps({"body": line}) for line in lines))
+    data = {"source": str(text), "column": "body", "split": "train", "mask_special": False, "context": 64}
+    folder = train(small(tmp_path, data=data))
+    assert load_layer(folder / "layer2-mxd-k8").provenance.masked_ids == ()
