@@ -57,7 +57,7 @@ def evaluate(
     column: str | None = None,
     context: int | None = None,
     model: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     out: Path | None = None,
 ) -> None:
     """Splice trained layers into their base model and measure faithfulness on held-out text.
@@ -71,7 +71,7 @@ def evaluate(
         column: field that holds the text.
         context: tokens in a context.
         model: base model in place of the one named in the checkpoints.
-        device: cpu, cuda, mps.
+        device: auto, cpu, cuda, mps.
         out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together).
     """
     if not checkpoints:
@@ -165,6 +165,9 @@ def main() -> None:
         sys.stderr.write("mxd: interrupted\n")
         sys.exit(130)
     except BrokenPipeError:
+        sys.exit(1)
+    except OSError as error:  # a full disk, a lost mount: what is on disk stays as it was
+        sys.stderr.write(f"mxd: {error}\n")
         sys.exit(1)
 
 

@@ -48,7 +48,8 @@ class DataConfig(Section):
     """The text."""
 
     source: str = "bundled"
-    """``bundled``, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset (``org/name[:config]``)."""
+    """``bundled``, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset
+    (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
     column: str = "text"

@@ -1,7 +1,7 @@
 """Text -> blocks of token ids. Documents are packed into contexts of fixed length, BOS first where the model has one.
 
-Finite sources are tokenised once, in an order drawn from the seed, and read again in a new order every epoch; Hub
-datasets can also be streamed, in which case resuming re-reads (but does not re-run the model on) what went before.
+Finite sources are tokenised once into memory, in an order drawn from the seed, and read again in a new order every
+epoch. Larger Hub datasets are streamed; resuming then re-reads (but does not re-run the model on) what went before.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def documents(
 
     Args:
         source: ``bundled``; a local ``.txt`` (one document), ``.jsonl`` or ``.parquet`` file; a folder of such files;
-            or a Hub dataset, ``org/name`` or ``org/name:config``.
+            or a Hub dataset, ``org/name[:config][@revision]``.
         split: for a folder that has a file of that name (``train.jsonl``), that file; for other local sources a
             split by document, drawn from a hash of its text; for Hub datasets the dataset's own split.
         column: the field that holds the text.
@@ -187,13 +187,12 @@ def _text_of(row: Any, column: str, where: object) -> str:
 def _hub(source: str, split: str, column: str, streaming: bool, seed: int) -> Iterable[str]:
     import datasets
 
-    name, _, subset = source.partition(":")
+    address, _, revision = source.partition("@")
+    name, _, subset = address.partition(":")
+    options = {"revision": revision} if revision else {}
     try:
-        rows = datasets.load_dataset(name, subset or None, split=split, streaming=streaming)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # HTTP, offline, missing-dataset and unknown-split errors are among these
+        rows = datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
+    except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise MxdError(
             f"cannot load dataset {source!r}, split {split!r}: {reason}\n"

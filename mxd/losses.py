@@ -1,5 +1,7 @@
 """Losses: pure functions, accumulated in float32, zero at perfect reconstruction."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -8,12 +10,35 @@ from torch import Tensor
 def normalized_mse(
     prediction: Float[Tensor, "*batch d_out"], target: Float[Tensor, "*batch d_out"]
 ) -> Float[Tensor, ""]:
-    """Return the mean over tokens of ``||y - y^||^2 / (||y|| d_out)`` (MxD, section 3.1; the norm is not squared).
+    """Return the mean over tokens of ``||y - y^||^2 / (||y|| d_out)`` (MxD, section 3.1; the norm is not squared)."""
+    return normalize(squared_error(prediction, target), target)
 
-    A target of norm zero would divide by zero; its norm is raised to the smallest normal float32, and the
+
+def normalize(error: Float[Tensor, "*batch"], target: Float[Tensor, "*batch d_out"]) -> Float[Tensor, ""]:
+    """Return the normalized MSE, given each token's squared error.
+
+    A target of norm zero would divide by zero; its norm is raised to 1e-30, and the
     activation stream refuses such tokens before they get here.
     """
-    prediction, target = prediction.float(), target.float()
-    norm = torch.linalg.vector_norm(target, dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    squared = (target - prediction).square().mean(-1)
-    return (squared / norm).mean()
+    norm = torch.linalg.vector_norm(target.float(), dim=-1).clamp_min(1e-30)
+    return (error / norm).mean() / target.shape[-1]
+
+
+def squared_error(
+    prediction: Float[Tensor, "*batch d_out"], target: Float[Tensor, "*batch d_out"]
+) -> Float[Tensor, "*batch"]:
+    """Return ``||y - y^||^2`` of each token, in float32; one temporary forward, one backward."""
+    return _SquaredError.apply(prediction.float(), target.float())
+
+
+class _SquaredError(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, prediction: Tensor, target: Tensor) -> Tensor:
+        difference = prediction - target
+        ctx.save_for_backward(difference)
+        return torch.linalg.vecdot(difference, difference)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * (2 * grad).unsqueeze(-1), None

@@ -233,7 +233,7 @@ def load_frozen(
     source: Any,
     revision: str | None = None,
     dtype: str = "float32",
-    device: str | torch.device = "cpu",
+    device: str = "auto",
     tokenizer: Any = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
@@ -245,7 +245,8 @@ def load_frozen(
             model, or a TransformerLens bridge.
         revision: branch, tag or commit on the Hub.
         dtype: ``float32``, ``bfloat16`` or ``float16``; for loaded objects their own dtype stays.
-        device: where the model goes; loaded objects stay where they are.
+        device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``, ``mps``; loaded objects stay where
+            they are.
         tokenizer: used for loaded objects; otherwise the source's own is loaded.
         trust_remote_code: run model code from the Hub repository. Off unless asked for by name.
         local_files_only: never ask the Hub.
@@ -253,14 +254,12 @@ def load_frozen(
     Raises:
         MxdError: nothing is found under that name, the Hub cannot be reached, or the blocks have no usable MLP.
     """
-    if isinstance(source, FrozenModel):
-        return source
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if isinstance(source, str | Path):
         name = str(source)
         module, tokenizer = _load(name, revision, DTYPES[dtype], trust_remote_code, local_files_only, tokenizer)
-        frozen = _wrap(module.to(device), tokenizer, name, revision)
+        frozen = _wrap(module.to(pick_device(device)), tokenizer, name, revision)
     else:
         frozen = wrap(source, tokenizer)
     frozen.module.eval().requires_grad_(False)
@@ -287,6 +286,24 @@ def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) ->
     found = FrozenModel(module, tokenizer, name, commit, _find_blocks(module, name))
     _probe(found, 0)
     return found
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name; ``auto`` is CUDA, else MPS, else the CPU.
+
+    Raises:
+        MxdError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MxdError(
+            f"device {name!r} is not there ({_first_line(error)}); choose auto, cpu, cuda or mps."
+        ) from error
+    return device
 
 
 def bundled_path(name: str) -> Path:

@@ -132,14 +132,14 @@ def _splice(
     for number, (layer, masked) in ready.items():
         parent, name = model.slot(number)
         base = getattr(parent, name)
-        originals.append((parent, name, base, layer, layer.training))
+        originals.append((parent, name, base, base.training, layer, layer.training))
         setattr(parent, name, SplicedMLP(layer, base, masked, seen).eval())
 
     def undo() -> None:
         handle.remove()
-        for parent, name, base, layer, training in reversed(originals):
-            setattr(parent, name, base)
-            layer.train(training)
+        for parent, name, base, base_training, layer, layer_training in reversed(originals):
+            setattr(parent, name, base.train(base_training))
+            layer.train(layer_training)
 
     return undo
 

@@ -24,7 +24,7 @@ from mxd.config import RunConfig, TrainingConfig, dump_config
 from mxd.data import documents, special_ids, token_blocks
 from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer, size
-from mxd.losses import normalized_mse
+from mxd.losses import normalize, squared_error
 from mxd.model import FrozenModel, load_frozen
 from mxd.progress import console, progress
 
@@ -47,13 +47,13 @@ class Stats:
         self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def see(self, y: Tensor, prediction: Tensor, loss: Tensor, code: Code, tokens_seen: int) -> None:
+    def see(self, y: Tensor, error: Tensor, loss: Tensor, code: Code, tokens_seen: int) -> None:
         """Count one (micro-)batch."""
         self.tokens += len(y)
         self.sums["loss"] += loss.detach() * len(y)
-        self.sums["error"] += (y - prediction).square().sum()
+        self.sums["error"] += error.detach().sum()
         self.sums["y"] += y.sum(0)
-        self.sums["y_squared"] += y.square().sum()
+        self.sums["y_squared"] += torch.linalg.vector_norm(y).square()
         active = code.values > 0
         self.sums["active"] += active.sum()
         if code.all_units:
@@ -131,10 +131,10 @@ def train_step(
     job.optimizer.zero_grad(set_to_none=True)
     for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
         code = job.layer.encode(x_part)
-        prediction = job.layer.decode(x_part, code)
-        loss = normalized_mse(prediction, y_part)
+        error = squared_error(job.layer.decode(x_part, code), y_part)
+        loss = normalize(error, y_part)
         ((loss + job.layer.penalty(code)) / accumulation).backward()
-        job.stats.see(y_part, prediction, loss, code, tokens_seen)
+        job.stats.see(y_part, error, loss, code, tokens_seen)
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(job.layer.parameters(), clip_norm)
     for group in job.optimizer.param_groups:
@@ -167,18 +167,15 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
 
     _claim(config, resume)
     try:
-        accelerator = Accelerator(
-            cpu=config.model.device == "cpu", log_with=list(config.training.trackers) or None, project_dir=config.folder
-        )
+        accelerator = Accelerator(log_with=list(config.training.trackers) or None, project_dir=config.folder)
     except (ValueError, ImportError) as error:
         raise MxdError(f"cannot use trackers {list(config.training.trackers)}: {error}") from error
-    device = accelerator.device if config.model.device == "auto" else torch.device(config.model.device)
     settings = config.model
     base = load_frozen(
         model if model is not None else settings.source,
         revision=settings.revision,
         dtype=settings.dtype,
-        device=device,
+        device=settings.device,
         trust_remote_code=settings.trust_remote_code,
     )
     plans = plan_layers(config, base)
@@ -232,6 +229,11 @@ class _Run:
         self.reported: dict[str, dict[str, float]] = {}
         self.clock = time.monotonic()
 
+    @property
+    def seen(self) -> int:
+        """Tokens trained on."""
+        return self.step * self.config.training.batch_tokens
+
     def loop(self, stream: Iterator[Batch]) -> None:
         training = self.config.training
         trackers = bool(training.trackers)
@@ -239,7 +241,7 @@ class _Run:
             self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
         title = f"training {len(self.jobs)} replacement{'s' if len(self.jobs) > 1 else ''}"
         with _stop_signal() as stop, progress(title, training.steps * training.batch_tokens) as advance:
-            advance(self.step * training.batch_tokens)
+            advance(self.seen)
             while self.step < training.steps:
                 batch = self.next_batch(stream)
                 self.train_batch(batch)
@@ -277,10 +279,11 @@ class _Run:
         except StopIteration:
             if self.step:
                 self.save()
+            for job in self.jobs:
+                self.finish(job)
             raise MxdError(
-                f"the text ended after {self.step * self.config.training.batch_tokens:,} tokens, before the "
-                f"{self.config.training.tokens:,} asked for; what was trained is saved. Lower training.tokens or "
-                "give more text (streamed data is read once)."
+                f"the text ended after {self.seen:,} tokens, before the {self.config.training.tokens:,} asked for "
+                f"(streamed text is read once). The layers as they are stand in {self.config.folder}."
             ) from None
         except MxdError:
             if self.step:
@@ -307,7 +310,7 @@ class _Run:
 
     def report(self) -> None:
         training = self.config.training
-        seen = self.step * training.batch_tokens
+        seen = self.seen
         now = time.monotonic()
         with self.metrics.open("a", encoding="utf-8") as file:
             for job in self.jobs:
@@ -356,7 +359,7 @@ class _Run:
             masked_ids=tuple(self.masked_ids),
             data=config.data.model_dump(),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
-            tokens=training.steps * training.batch_tokens,
+            tokens=self.seen,
             seed=config.seed,
             versions=versions(),
         )

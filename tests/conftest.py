@@ -96,7 +96,7 @@ def trained(request):
     """The bundled, really trained models in turn; not to be changed for good."""
     from mxd.model import load_frozen
 
-    return load_frozen(request.param)
+    return load_frozen(request.param, device="cpu")
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +104,7 @@ def trained_gpt2():
     """The bundled trained GPT-2; not to be changed for good."""
     from mxd.model import load_frozen
 
-    return load_frozen("tiny-gpt2")
+    return load_frozen("tiny-gpt2", device="cpu")
 
 
 @pytest.fixture(scope="session")

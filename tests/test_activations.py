@@ -44,7 +44,13 @@ def endless(rows):
 
 
 def batches(model, blocks, layers=(1, 2), **options):
-    options = {"batch_tokens": BATCH, "buffer_tokens": 3 * BATCH, "masked_ids": MASKED, "forward_contexts": 2, **options}
+    options = {
+        "batch_tokens": BATCH,
+        "buffer_tokens": 3 * BATCH,
+        "masked_ids": MASKED,
+        "forward_contexts": 2,
+        **options,
+    }
     return activation_batches(model, layers, blocks, **options)
 
 
@@ -213,19 +219,19 @@ def test_an_activation_that_is_not_finite_is_refused(build_model, tokenizer, row
         next(batches(model, finite(rows), layers=(1,)))
 
 
+class Forgiving(torch.nn.Module):
+    """An MLP whose output is finite whatever its input."""
+
+    def forward(self, x):
+        return torch.nan_to_num(x) + 1
+
+
 def test_an_input_that_is_not_finite_is_refused(build_model, rows):
     model = load_frozen(build_model("gpt2"))
     model.blocks[1].mlp = Forgiving()
     model.blocks[1].ln_2.bias.data[0] = float("nan")
     with pytest.raises(MxdError, match="layer 1: an activation is not finite"):
         next(batches(model, finite(rows), layers=(1,)))
-
-
-class Forgiving(torch.nn.Module):
-    """An MLP whose output is finite whatever its input."""
-
-    def forward(self, x):
-        return torch.nan_to_num(x) + 1
 
 
 def test_a_target_of_norm_zero_is_refused_and_its_token_named(build_model, tokenizer):
@@ -242,6 +248,6 @@ def test_a_target_of_norm_zero_is_refused_and_its_token_named(build_model, token
 
 def test_a_mask_that_leaves_nothing_is_refused(gpt2):
     masked = np.zeros((3, CONTEXT), dtype=np.int32)
-    with pytest.raises(MxdError, match="nothing but masked tokens; check data.mask_special"):
+    with pytest.raises(MxdError, match=r"nothing but masked tokens; check data.mask_special"):
         next(batches(gpt2, endless(masked)))
     assert not list(batches(gpt2, finite(masked)))

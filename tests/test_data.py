@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import numpy as np
 import pytest
@@ -157,7 +157,7 @@ def write(path, texts, column="text"):
     elif path.suffix == ".parquet":
         Dataset.from_dict({column: texts}).to_parquet(str(path))
     else:
-        (path.write_text(texts[0], encoding="utf-8"))
+        path.write_text(texts[0], encoding="utf-8")
     return path
 
 
@@ -166,7 +166,7 @@ def test_local_files_are_split_by_document(tmp_path, suffix):
     texts = [f"document number {i}" for i in range(400)]
     path = write(tmp_path / f"some{suffix}", texts)
     splits = {split: documents(str(path), split) for split in ("train", "validation", "test")}
-    assert sorted(sum(splits.values(), [])) == sorted(texts)  # disjoint and covering
+    assert sorted(chain.from_iterable(splits.values())) == sorted(texts)  # disjoint and covering
     assert splits["train"] == [t for t in texts if t in set(splits["train"])]  # in the file's order
     assert all(4 <= len(splits[name]) <= 45 for name in ("validation", "test"))
     assert len(splits["train"]) > 300
@@ -196,7 +196,7 @@ def test_a_folder_of_other_files_is_split_by_document(tmp_path):
     write(tmp_path / "1.jsonl", [f"first {i}" for i in range(100)])
     write(tmp_path / "2.txt", ["second"])
     (tmp_path / "README.md").write_text("not text to train on")
-    found = sum((documents(str(tmp_path), split) for split in ("train", "validation", "test")), [])
+    found = [text for split in ("train", "validation", "test") for text in documents(str(tmp_path), split)]
     assert sorted(found) == sorted([f"first {i}" for i in range(100)] + ["second"])
 
 
@@ -216,7 +216,7 @@ def test_a_document_may_be_null(tmp_path, suffix):
 def test_another_column_and_a_missing_one(tmp_path, suffix):
     write(tmp_path / f"train{suffix}", ["a"], column="body")
     assert documents(str(tmp_path), "train", column="body") == ["a"]
-    with pytest.raises(MxdError, match="no text column 'text'; it has: body. Set data.column"):
+    with pytest.raises(MxdError, match=r"no text column 'text'; it has: body. Set data.column"):
         documents(str(tmp_path), "train")
 
 
@@ -271,7 +271,7 @@ def test_unknown_split_lists_the_choices(tmp_path):
 
 def test_an_unreachable_dataset_says_what_can_be_given():
     for streaming in (False, True):
-        with pytest.raises(MxdError, match="cannot load dataset 'no-such-org/texts:en', split 'train'.*\n.*`bundled`"):
+        with pytest.raises(MxdError, match=r"cannot load dataset 'no-such-org/texts:en', split 'train'.*\n.*`bundled`"):
             documents("no-such-org/texts:en", streaming=streaming)
 
 
@@ -291,8 +291,8 @@ def hub(monkeypatch, tmp_path):
     path = write(tmp_path / "served.jsonl", texts)
     calls = []
 
-    def serve(name, subset, split, streaming):
-        calls.append((name, subset, split))
+    def serve(name, subset, split, streaming, revision="main"):
+        calls.append((name, subset, split, revision))
         return load_dataset(
             "json", data_files={"train": str(path)}, split=split, streaming=streaming, cache_dir=str(tmp_path)
         )
@@ -304,9 +304,15 @@ def hub(monkeypatch, tmp_path):
 def test_a_hub_dataset(hub):
     texts, calls = hub
     assert documents("org/name:subset") == texts
-    assert calls == [("org/name", "subset", "train")]
+    assert calls == [("org/name", "subset", "train", "main")]
     documents("org/name")
-    assert calls[-1] == ("org/name", None, "train")
+    documents("org/name@abc123")
+    documents("org/name:subset@v1.0")
+    assert calls[1:] == [
+        ("org/name", None, "train", "main"),
+        ("org/name", None, "train", "abc123"),
+        ("org/name", "subset", "train", "v1.0"),
+    ]
 
 
 def test_a_streamed_hub_dataset_is_ordered_by_the_seed(hub):

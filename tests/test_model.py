@@ -14,7 +14,7 @@ from mxd.errors import MxdError
 from mxd.layers import MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
-from mxd.model import BUNDLED, FrozenModel, bundled_path, load_frozen
+from mxd.model import BUNDLED, FrozenModel, bundled_path, load_frozen, pick_device, wrap
 from mxd.splice import spliced
 
 SHAPES = {
@@ -74,9 +74,7 @@ def test_other_families(other, ids):
     x, y = model.record(ids, [1])[1]
     with torch.no_grad():
         torch.testing.assert_close(model.blocks[1].mlp(x), y)
-    torch.testing.assert_close(
-        mlp_formula(model.mlp_weights(1), shape.activation, x), y, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(mlp_formula(model.mlp_weights(1), shape.activation, x), y, atol=1e-4, rtol=1e-4)
 
 
 def test_every_other_family_can_be_spliced(other, ids):
@@ -95,7 +93,7 @@ def test_a_mixture_of_experts_has_an_unknown_form_that_the_config_must_state(bui
     model = load_frozen(build_model("mixtral", intermediate_size=48, num_key_value_heads=2, num_local_experts=2))
     shape = model.mlp_shape(1)
     assert shape == MLPShape(32, 32, None, None, None)
-    with pytest.raises(MxdError, match="hidden could not be read.*set hidden"):
+    with pytest.raises(MxdError, match=r"hidden could not be read.*set hidden"):
         MxDConfig(num_units=64).inherit(shape)
     with pytest.raises(MxdError, match="cannot be read"):
         model.mlp_weights(1)
@@ -198,6 +196,15 @@ def test_models_are_frozen(build_model):
     assert not any(m.training for m in model.module.modules())
 
 
+def test_wrapping_changes_nothing(build_model, ids):
+    module = build_model("gpt2").train().requires_grad_(True)
+    model = wrap(module)
+    assert model.module is module
+    assert model.source == "GPT2LMHeadModel"
+    assert all(p.requires_grad for p in module.parameters())
+    assert all(m.training for m in module.modules())
+
+
 def test_fingerprint_tells_blocks_and_models_apart_but_not_dtypes(family_name, family, build_model):
     prints = [family.fingerprint(layer) for layer in range(3)]
     assert len(set(prints)) == 3
@@ -230,10 +237,10 @@ def test_local_folder(build_model, tokenizer, ids, tmp_path):
     module = build_model("neox-parallel")
     module.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = load_frozen(tmp_path)
+    model = load_frozen(tmp_path, device="cpu")
     assert torch.equal(model.logits(ids), load_frozen(module).logits(ids))
     assert (model.source, model.tokenizer("a b")["input_ids"]) == (str(tmp_path), tokenizer("a b")["input_ids"])
-    half = load_frozen(str(tmp_path), dtype="bfloat16")
+    half = load_frozen(str(tmp_path), dtype="bfloat16", device="cpu")
     assert next(half.module.parameters()).dtype == torch.bfloat16
     assert half.logits(ids).dtype == torch.float32
 
@@ -251,7 +258,7 @@ def test_gguf_file(tokenizer, ids, tmp_path):
     gguf = pytest.importorskip("gguf")
     module = _llama()
     _write_gguf(gguf, module, tokenizer, tmp_path / "tiny.gguf")
-    model = load_frozen(tmp_path / "tiny.gguf")
+    model = load_frozen(tmp_path / "tiny.gguf", device="cpu")
     torch.testing.assert_close(model.logits(ids), load_frozen(module).logits(ids), atol=1e-5, rtol=1e-5)
     assert model.mlp_shape(1) == MLPShape(32, 32, 96, "silu", True)
     assert model.tokenizer("Hello world")["input_ids"] == tokenizer("Hello world")["input_ids"]
@@ -280,6 +287,14 @@ def test_bad_dtype_lists_the_choices():
         load_frozen("tiny-gpt2", dtype="float8")
 
 
+def test_a_device_that_is_not_there_is_refused():
+    assert pick_device("auto").type in ("cpu", "cuda", "mps")
+    assert pick_device("cpu") == torch.device("cpu")
+    for name in ("cuda:99", "quantum"):
+        with pytest.raises(MxdError, match=f"device '{name}' is not there.*choose auto, cpu, cuda or mps"):
+            load_frozen("tiny-gpt2", device=name)
+
+
 def test_layer_out_of_range_names_the_layers(gpt2, ids):
     for layer in (3, -1):
         with pytest.raises(MxdError, match=rf"layer {layer} is out of range.*0 \.\.\. 2"):
@@ -290,7 +305,7 @@ def test_what_is_not_a_causal_language_model_is_refused(build_model):
     for source in (3, torch.nn.Linear(2, 2)):
         with pytest.raises(MxdError, match="is not a base model"):
             load_frozen(source)
-    with pytest.raises(MxdError, match="GPT2Model has no transformer.h"):
+    with pytest.raises(MxdError, match=r"GPT2Model has no transformer.h"):
         load_frozen(build_model("gpt2").transformer)
 
 
@@ -324,9 +339,7 @@ def test_a_bridge_gives_the_same_frozen_model(family, bridge, ids):
     assert not any(p.requires_grad for p in bridge.parameters())
     assert model.mlp_shape(1) == family.mlp_shape(1)
     assert model.fingerprint(1) == family.fingerprint(1)
-    for ours, theirs in zip(
-        vars(model.mlp_weights(1)).values(), vars(family.mlp_weights(1)).values(), strict=True
-    ):
+    for ours, theirs in zip(vars(model.mlp_weights(1)).values(), vars(family.mlp_weights(1)).values(), strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
     torch.testing.assert_close(model.logits(ids), family.logits(ids), atol=1e-5, rtol=1e-5)
 

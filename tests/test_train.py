@@ -261,6 +261,9 @@ def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(MxdError, match="the text ended after"):
         train(config)
     assert list((config.folder / "state").glob("step-*"))
+    provenance = load_layer(config.folder / "layer2-mxd-k8").provenance
+    assert 0 < provenance.tokens < 4_096_000
+    assert provenance.tokens == metrics(config.folder)[-1]["tokens"] + 512 * (provenance.tokens // 512 % 2)
 
 
 def test_accumulation_gives_the_whole_batch_gradient(tmp_path: Path) -> None:
@@ -310,17 +313,17 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
 
     seen, real = [], module.Stats.see
 
-    def spy(self, y, prediction, loss, code, tokens_seen):
-        seen.append((y.numpy().copy(), prediction.detach().numpy().copy(), code.values.detach().numpy().copy()))
-        real(self, y, prediction, loss, code, tokens_seen)
+    def spy(self, y, error, loss, code, tokens_seen):
+        seen.append((y.numpy().copy(), error.detach().numpy().copy(), code.values.detach().numpy().copy()))
+        real(self, y, error, loss, code, tokens_seen)
 
     monkeypatch.setattr(module.Stats, "see", spy)
     folder = train(small(tmp_path))
-    y, p, values = (np.concatenate([s[i] for s in seen[:2]]).astype(np.float64) for i in range(3))
+    y, error, values = (np.concatenate([s[i] for s in seen[:2]]).astype(np.float64) for i in range(3))
     line = metrics(folder)[0]
-    nmse = (((y - p) ** 2).mean(1) / np.linalg.norm(y, axis=1)).mean()
+    nmse = (error / y.shape[1] / np.linalg.norm(y, axis=1)).mean()
     assert line["normalized_mse"] == pytest.approx(nmse, rel=1e-4)
-    assert line["fvu"] == pytest.approx(((y - p) ** 2).sum() / ((y - y.mean(0)) ** 2).sum(), rel=1e-3)
+    assert line["fvu"] == pytest.approx(error.sum() / ((y - y.mean(0)) ** 2).sum(), rel=1e-3)
     assert line["l0"] == pytest.approx((values > 0).sum(1).mean(), rel=1e-5)
 
 

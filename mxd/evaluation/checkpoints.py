@@ -18,7 +18,7 @@ def evaluate_checkpoints(
     data: Mapping[str, Any] | None = None,
     tokens: int = 65_536,
     model: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Measure checkpoints on held-out text.
 

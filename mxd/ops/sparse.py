@@ -4,6 +4,7 @@ Units are rows everywhere (``weight[n]`` belongs to unit ``n``), so that a gathe
 """
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,16 +64,45 @@ def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     return torch.autograd.grad(bag, probe, grad.contiguous())[0]
 
 
-def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int) -> Tensor:
-    """Return ``a^T @ rows`` for the sparse code ``a``: shape ``[units, rows' columns]``, as one CSR product."""
-    tokens, k = indices.shape
+@dataclass(frozen=True)
+class _ByUnit:
+    """A selection of units sorted by unit: the transposed code's CSR structure."""
+
+    indices: Tensor
+    version: int
+    units: int
+    order: Tensor
+    starts: Tensor
+    tokens: Tensor
+
+
+_last: list[_ByUnit] = []
+"""The latest selection: the decoder's and the encoder's gradients of one step need the same one."""
+
+
+def _by_unit(indices: Tensor, units: int) -> _ByUnit:
+    for known in _last:
+        same = known.indices.data_ptr() == indices.data_ptr() and known.indices.shape == indices.shape
+        if same and known.version == indices._version and known.units == units:
+            return known
     flat = indices.reshape(-1)
-    order = flat.argsort(stable=True)
+    order = flat.to(torch.int32).argsort(stable=True)
     starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(torch.bincount(flat, minlength=units), 0, out=starts[1:])
-    columns = torch.div(order, max(k, 1), rounding_mode="floor")
+    tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
+    _last[:] = [_ByUnit(indices, indices._version, units, order, starts, tokens)]
+    return _last[0]
+
+
+def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int) -> Tensor:
+    """Return ``a^T @ rows`` for the sparse code ``a``: shape ``[units, rows' columns]``, as one CSR product."""
+    plan = _by_unit(indices, units)
     transposed = torch.sparse_csr_tensor(
-        starts, columns, values.reshape(-1)[order], size=(units, tokens), check_invariants=False
+        plan.starts,
+        plan.tokens,
+        values.reshape(-1)[plan.order],
+        size=(units, len(indices)),
+        check_invariants=False,
     )
     return transposed @ rows
 
