@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def normalized_mse(
@@ -39,6 +40,8 @@ class _SquaredError(torch.autograd.Function):
         return torch.linalg.vecdot(difference, difference)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         (difference,) = ctx.saved_tensors
-        return difference * (2 * grad).unsqueeze(-1), None
+        grad = difference * (2 * grad).unsqueeze(-1)
+        return grad, -grad if ctx.needs_input_grad[1] else None

@@ -338,6 +338,8 @@ def _load(
         if info["missing_keys"]:
             raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(where, **options)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("its tokenizer files are missing, so its vocabulary is empty")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise MxdError(
             f"cannot load base model {name!r}: {_first_line(error)}\n"
@@ -434,7 +436,7 @@ def _read(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 def _activation(config: Any) -> Activation | None:
     text = config.get_text_config()
-    for name in ("hidden_activation", "activation_function", "hidden_act"):
+    for name in ("hidden_activation", "activation_function", "hidden_act", "activation"):
         if getattr(text, name, None):
             return _ACTIVATION_NAMES.get(getattr(text, name))
     return None

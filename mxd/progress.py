@@ -20,17 +20,17 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(title: str, total: int, unit: str = "tokens") -> Iterator[Advance]:
-    """Show progress towards ``total``; on a terminal as a bar, otherwise as about ten lines."""
+def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Iterator[Advance]:
+    """Show progress from ``done`` to ``total``; on a terminal as a bar, otherwise as about ten lines."""
     if console.is_terminal:
-        with _bar(title, total, unit) as advance:
+        with _bar(title, total, unit, done) as advance:
             yield advance
     else:
-        yield _lines(title, total, unit)
+        yield _lines(title, total, unit, done)
 
 
 @contextmanager
-def _bar(title: str, total: int, unit: str) -> Iterator[Advance]:
+def _bar(title: str, total: int, unit: str, done: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -41,21 +41,21 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Advance]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    start, done = time.monotonic(), 0
+    start, before = time.monotonic(), done
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total, rate="", note="")
+        task = bar.add_task(title, total=total, completed=done, rate="", note="")
 
         def advance(amount: int, note: str = "") -> None:
             nonlocal done
             done += amount
-            rate = done / max(time.monotonic() - start, 1e-9)
+            rate = (done - before) / max(time.monotonic() - start, 1e-9)
             bar.update(task, advance=amount, rate=f"{rate:,.0f} {unit}/s", note=note)
 
         yield advance
 
 
-def _lines(title: str, total: int, unit: str) -> Advance:
-    start, done, shown = time.monotonic(), 0, 0
+def _lines(title: str, total: int, unit: str, done: int) -> Advance:
+    start, before, shown = time.monotonic(), done, done * 10 // max(total, 1)
 
     def advance(amount: int, note: str = "") -> None:
         nonlocal done, shown
@@ -63,7 +63,7 @@ def _lines(title: str, total: int, unit: str) -> Advance:
         if done * 10 // max(total, 1) > shown:
             shown = done * 10 // max(total, 1)
             elapsed = time.monotonic() - start
-            rate = done / max(elapsed, 1e-9)
+            rate = (done - before) / max(elapsed, 1e-9)
             left = (total - done) / max(rate, 1e-9)
             sys.stderr.write(f"{title}: {done:,}/{total:,} {unit}, {rate:,.0f} {unit}/s, {left:,.0f} s left {note}\n")
             sys.stderr.flush()

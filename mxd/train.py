@@ -5,6 +5,7 @@ parameters, Adam's moments, the counters below and a place in the text, so a res
 """
 
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,8 +241,7 @@ class _Run:
         if trackers:
             self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
         title = f"training {len(self.jobs)} replacement{'s' if len(self.jobs) > 1 else ''}"
-        with _stop_signal() as stop, progress(title, training.steps * training.batch_tokens) as advance:
-            advance(self.seen)
+        with _stop_signal() as stop, progress(title, training.steps * training.batch_tokens, done=self.seen) as advance:
             while self.step < training.steps:
                 batch = self.next_batch(stream)
                 self.train_batch(batch)
@@ -315,6 +315,11 @@ class _Run:
         with self.metrics.open("a", encoding="utf-8") as file:
             for job in self.jobs:
                 values = job.stats.report(seen, min(training.dead_after, training.tokens // 4))
+                if not math.isfinite(values["normalized_mse"]):
+                    raise MxdError(
+                        f"{job.name} diverged before step {self.step:,}: its loss is {values['normalized_mse']}. The "
+                        "last saved state is from before; lower training.lr or set training.clip_norm in a new run."
+                    )
                 self.reported[job.name] = values
                 line = {"step": self.step, "tokens": seen, "replacement": job.name, **values}
                 line |= {"lr": learning_rate(self.step - 1, training), "seconds": round(now - self.clock, 3)}
@@ -424,6 +429,7 @@ def _stop_signal() -> Iterator[_Stop]:
 
     def ask(number: int, frame: Any) -> None:
         stop.is_set = True
+        console.print("stopping: this step is finished and everything saved; once more to leave at once")
         for name, handler in previous.items():
             signal.signal(name, handler)
 

@@ -160,24 +160,18 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 and name each target that is missed")
     args = parser.parse_args()
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds, medians")
-    print(
-        f"{'shape':8} {'layer':5} {'units':>7} {'ours':>7} {'floor':>7} {'/floor':>7} {'dense':>7} {'ratio':>6} {'sparsify':>8} {'ratio':>6}"
-    )
+    columns = ("ours", "floor", "/floor", "dense", "ratio", "sparsify", "ratio")
+    print(f"{'shape':8} {'layer':5} {'units':>7} " + " ".join(f"{column:>8}" for column in columns))
     rows = []
     for name in args.shapes:
         for label in args.layers:
             row = bench(name, SHAPES[name], label, args.k, args.repeats)
             rows.append(row)
-            peer = (
-                f"{row['sparsify']:8.3f} {row['sparsify'] / row['ours']:6.2f}"
-                if row["sparsify"]
-                else f"{'-':>8} {'-':>6}"
-            )
-            print(
-                f"{name:8} {label:5} {row['units']:7,} {row['ours']:7.3f} {row['floor']:7.3f} "
-                f"{row['ours'] / row['floor']:7.2f} {row['dense']:7.3f} {row['dense'] / row['ours']:6.2f} {peer}",
-                flush=True,
-            )
+            numbers = [row["ours"], row["floor"], row["ours"] / row["floor"], row["dense"], row["dense"] / row["ours"]]
+            cells = [f"{number:8.3f}" for number in numbers]
+            if row["sparsify"] is not None:
+                cells += [f"{row['sparsify']:8.3f}", f"{row['sparsify'] / row['ours']:8.2f}"]
+            print(f"{name:8} {label:5} {row['units']:7,} " + " ".join(cells), flush=True)
     if args.json:
         machine = {"threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()}
         args.json.write_text(json.dumps({"machine": machine, "versions": versions(), "rows": rows}, indent=2) + "\n")

@@ -75,6 +75,11 @@ def same(a, b):
     )
 
 
+def all_same(stream, other):
+    stream, other = list(stream), list(other)
+    return len(stream) == len(other) > 0 and all(map(same, stream, other))
+
+
 def test_every_counted_token_appears_once_with_its_activations(family, rows):
     counted = np.flatnonzero(~np.isin(rows.reshape(-1), MASKED))
     found = []
@@ -134,7 +139,7 @@ def test_output_means_are_those_of_the_window(gpt2, rows):
 
 def test_the_stream_is_drawn_from_the_seed(gpt2, rows):
     first, again, other = (list(batches(gpt2, finite(rows), seed=seed)) for seed in (0, 0, 1))
-    assert all(map(same, first, again))
+    assert all_same(first, again)
     assert first[0].ids.tolist() != other[0].ids.tolist()
     for n in range(0, len(first) - 3, 3):  # another order of the same tokens
         a, b = (torch.cat([batch.ids for batch in stream[n : n + 3]]) for stream in (first, other))
@@ -163,7 +168,7 @@ def test_a_stream_resumes_from_between_any_two_batches(gpt2, rows):
     whole = list(islice(batches(gpt2, endless(rows)), 14))
     for n in range(13):
         rest = list(islice(batches(gpt2, endless(rows), start=whole[n].cursor), 13 - n))
-        assert all(map(same, rest, whole[n + 1 :])) and len(rest) == 13 - n
+        assert all_same(rest, whole[n + 1 :])
     assert any(batch.cursor.offset and batch.cursor.batch for batch in whole)  # inside a window that cuts a context
 
 
@@ -173,7 +178,7 @@ def test_a_resumed_stream_crosses_epochs_of_text(gpt2):
     whole = list(islice(batches(gpt2, blocks, masked_ids=(0,)), 60))
     assert whole[-1].cursor.context > 2 * 12 * 20 // 16  # more than one epoch
     rest = list(islice(batches(gpt2, blocks, masked_ids=(0,), start=whole[40].cursor), 19))
-    assert all(map(same, rest, whole[41:]))
+    assert all_same(rest, whole[41:])
 
 
 def test_the_start_is_the_default_cursor(gpt2, rows):
@@ -182,7 +187,7 @@ def test_the_start_is_the_default_cursor(gpt2, rows):
 
 def test_a_finite_stream_ends_and_resumes_to_its_end(gpt2, rows):
     whole = list(batches(gpt2, finite(rows)))
-    assert all(map(same, batches(gpt2, finite(rows), start=whole[-3].cursor), whole[-2:]))
+    assert all_same(batches(gpt2, finite(rows), start=whole[-3].cursor), whole[-2:])
     assert not list(batches(gpt2, finite(rows), start=whole[-1].cursor))
 
 
@@ -191,6 +196,19 @@ def test_a_window_holds_whole_batches_and_at_least_one(gpt2, rows, buffer_tokens
     counted = np.flatnonzero(~np.isin(rows.reshape(-1), MASKED)).tolist()
     for n, batch in enumerate(islice(batches(gpt2, finite(rows), buffer_tokens=buffer_tokens), 5)):
         assert sorted(places(gpt2, rows, batch)) == counted[n * BATCH : (n + 1) * BATCH]
+
+
+def test_a_context_may_be_longer_than_several_windows(gpt2):
+    rows = np.random.default_rng(1).permutation(np.arange(1, 97, dtype=np.int32)).reshape(2, 48)
+    stream = list(islice(batches(gpt2, finite(rows), batch_tokens=16, buffer_tokens=16), 10))
+    found = [places(gpt2, rows, batch) for batch in stream]
+    masked = [place for place in range(96) if rows.reshape(-1)[place] in MASKED]
+    left = [place for place in range(96) if place not in masked]
+    assert [sorted(window) for window in found] == [left[n : n + 16] for n in range(0, len(left) - 15, 16)]
+    assert len({tuple(np.argsort(window)) for window in found}) == len(found) == 5  # each has its own order
+    for n, batch in enumerate(stream[:-1]):
+        rest = batches(gpt2, finite(rows), batch_tokens=16, buffer_tokens=16, start=batch.cursor)
+        assert all_same(rest, stream[n + 1 :])
 
 
 def test_buffer_bytes_is_what_the_window_holds(gpt2, rows):

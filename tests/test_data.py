@@ -77,6 +77,13 @@ def test_order_is_drawn_from_the_seed():
     assert Counter(map(tuple, rows(1).tolist())) == Counter(map(tuple, rows(2).tolist()))
 
 
+def test_the_contexts_of_a_single_document_are_ordered_by_the_seed_too():
+    text = "".join(numbered(60))
+    orders = [[tuple(row) for row in islice(token_blocks([text], Letters(), seed=s, context=9)(0), 22)] for s in (1, 2)]
+    assert set(orders[0]) == set(orders[1])
+    assert orders[0] != orders[1]
+
+
 def test_every_epoch_holds_the_same_contexts_in_a_new_order():
     rows = [tuple(row) for row in islice(token_blocks(numbered(50), Letters(), context=5)(0), 150)]
     epochs = [rows[:50], rows[50:100], rows[100:]]
@@ -103,6 +110,7 @@ def test_an_endless_source_is_read_lazily():
 
     def endless():
         for i in count():
+            assert i < 5000, "read to its end"
             read.append(i)
             yield "abcdefg"
 

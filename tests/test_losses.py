@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.losses import normalized_mse
+from mxd.losses import normalize, normalized_mse, squared_error
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +67,35 @@ def test_a_target_of_norm_zero_is_finite():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_it_is_accumulated_in_float32(dtype):
-    """4,096 tokens of 300 numbers near 20: their squared norm overflows float16, and bfloat16 has 8 bits."""
-    target = (20 + torch.randn(4096, 300)).to(dtype)
-    prediction = (target.float() + 0.5 * torch.randn(4096, 300)).to(dtype)
+    """300 numbers near 20: the sum of their squares overflows float16, and bfloat16 has 8 bits."""
+    target, prediction = (20 + torch.randn(3, 300)).to(dtype), torch.randn(3, 300).to(dtype)
     loss = normalized_mse(prediction, target)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(oracle(prediction, target), rel=1e-4)
+    assert loss.item() == pytest.approx(oracle(prediction, target), rel=1e-6)
 
 
 def test_gradient():
+    """``2 (y^ - y) / (||y|| d)`` over the tokens."""
     target = torch.randn(3, 4)
     prediction = torch.randn(3, 4, requires_grad=True)
     normalized_mse(prediction, target).backward()
     explicit = 2 * (prediction - target) / (target.norm(dim=-1, keepdim=True) * 4 * 3)
     torch.testing.assert_close(prediction.grad, explicit.detach())
+
+
+def test_gradients_of_both_arguments_are_those_of_the_formula():
+    """The target's too, through the error and through the norm; a second derivative is refused, not wrong."""
+    inputs = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(2)]
+    formula = ((inputs[0] - inputs[1]).square().mean(-1) / inputs[1].norm(dim=-1)).mean()
+    got = torch.autograd.grad(normalized_mse(*inputs), inputs, create_graph=True)
+    torch.testing.assert_close(got, torch.autograd.grad(formula, inputs))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        got[0].sum().backward()
+
+
+def test_it_can_be_had_from_the_squared_errors():
+    """Which are those of each token, of any leading shape."""
+    prediction, target = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    error = squared_error(prediction, target)
+    np.testing.assert_allclose(error, ((prediction.numpy() - target.numpy()) ** 2).sum(-1), rtol=1e-5)
+    torch.testing.assert_close(normalize(error, target), normalized_mse(prediction, target))

@@ -103,6 +103,14 @@ def test_a_mixture_of_experts_has_an_unknown_form_that_the_config_must_state(bui
     assert x.shape == y.shape == (2, 12, 32)
 
 
+def test_an_mlp_with_more_weights_than_the_form_has_is_not_taken_for_it(build_model):
+    module = build_model("gpt2")
+    module.transformer.h[1].mlp.norm = torch.nn.LayerNorm(32)
+    model = load_frozen(module)
+    assert model.mlp_shape(0) == SHAPES["gpt2"]
+    assert model.mlp_shape(1) == MLPShape(32, 32, None, None, None)
+
+
 def test_a_gate_with_a_bias_is_not_silently_dropped(build_model):
     model = load_frozen(build_model("llama", mlp_bias=True))
     with pytest.raises(MxdError, match="bias on its gate"):
@@ -419,3 +427,12 @@ def _write_gguf(gguf, module, tokenizer, path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_folder_without_tokenizer_files_is_refused(build_model, tmp_path):
+    from mxd.errors import MxdError
+    from mxd.model import load_frozen
+
+    build_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(MxdError, match=r"tokenizer|vocabulary"):
+        load_frozen(str(tmp_path))

@@ -353,3 +353,21 @@ def test_local_text_and_no_mask(tmp_path: Path) -> None:
     data = {"source": str(text), "column": "body", "split": "train", "mask_special": False, "context": 64}
     folder = train(small(tmp_path, data=data))
     assert load_layer(folder / "layer2-mxd-k8").provenance.masked_ids == ()
+
+
+def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxd import train as module
+
+    real = module.train_step
+
+    def explode(job, *args, **kwargs) -> None:
+        real(job, *args, **kwargs)
+        if job.stats.tokens > 1024:
+            job.layer.bias.data.fill_(float("nan"))
+
+    monkeypatch.setattr(module, "train_step", explode)
+    config = small(tmp_path, training={"save_every": 2, "log_every": 4})
+    with pytest.raises(MxdError, match=r"diverged before step 4.*lower training\.lr"):
+        train(config)
+    (saved,) = (config.folder / "state").glob("step-*")
+    assert all(t.isfinite().all() for t in load_file(saved / "state.safetensors").values() if t.is_floating_point())

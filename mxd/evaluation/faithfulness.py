@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -57,26 +56,45 @@ class Mean:
         return float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / max(sum(self.counts), 1))
 
 
+@dataclass(frozen=True)
+class BasePrediction:
+    """What the base model predicts on a batch: computed once, compared with every splice."""
+
+    targets: Int[Tensor, "batch seq"]
+    counted: Bool[Tensor, "batch seq"]
+    logp: Float[Tensor, "batch seq vocab"]
+    p: Float[Tensor, "batch seq vocab"]
+    top: Int[Tensor, "batch seq"]
+    ce: Float[Tensor, "batch seq"]
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, counted: Tensor) -> "BasePrediction":
+        """Compute everything from the logits of the positions before the targets."""
+        logp = logits.log_softmax(-1)
+        return cls(targets, counted, logp, logp.exp(), logp.argmax(-1), cross_entropy(logp, targets))
+
+
+def cross_entropy(
+    logp: Float[Tensor, "batch seq vocab"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Return the negative log-probability of each target."""
+    return -logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
 class Prediction:
     """How one way of running the model predicts the next token, beside the base model."""
 
     def __init__(self) -> None:
         self.ce, self.increase, self.kl, self.agreement = Mean(), Mean(), Mean(), Mean()
 
-    def see(
-        self,
-        base: Float[Tensor, "batch seq vocab"],
-        other: Float[Tensor, "batch seq vocab"],
-        targets: Int[Tensor, "batch seq"],
-        counted: Bool[Tensor, "batch seq"],
-    ) -> None:
-        """Count a batch, given both models' log-probabilities."""
-        ce = -other.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        ce_base = -base.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        self.ce.see(ce, counted)
-        self.increase.see(ce - ce_base, counted)
-        self.kl.see(F.kl_div(other, base, log_target=True, reduction="none").sum(-1), counted)
-        self.agreement.see((base.argmax(-1) == other.argmax(-1)).float(), counted)
+    def see(self, base: BasePrediction, logits: Float[Tensor, "batch seq vocab"]) -> None:
+        """Count a batch, given this way's logits of the positions before the targets."""
+        logp = logits.log_softmax(-1)
+        ce = cross_entropy(logp, base.targets)
+        self.ce.see(ce, base.counted)
+        self.increase.see(ce - base.ce, base.counted)
+        self.agreement.see((base.top == logp.argmax(-1)).float(), base.counted)
+        self.kl.see((base.p * (base.logp - logp)).sum(-1), base.counted)
 
 
 class Reconstruction:
@@ -226,18 +244,16 @@ def _second_pass(
     for batch in batches:
         ids = _tensor(batch).to(model.device)
         counted = torch.from_numpy(mask_of(batch, masked)).to(model.device)
-        targets, target_counted = ids[:, 1:], counted[:, 1:]
         with model.block_outputs(layers) as hidden, model.watched(layers) as seen:
-            base = model.logits(ids)[:, :-1].log_softmax(-1)
-        base_ce.see(-base.gather(-1, targets.unsqueeze(-1)).squeeze(-1), target_counted)
+            base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
+        base_ce.see(base.ce, base.counted)
         for (_, n), reconstruction in recons.items():
             x, y = seen[n]
             reconstruction.see(x[counted].float(), y[counted].float())
         for key, replacements in ways.items():
             lowest = min(replacements)
             with spliced(model, replacements, masked), model.resumed(lowest, hidden.get(lowest)):
-                other = model.logits(ids)[:, :-1].log_softmax(-1)
-            predictions[key].see(base, other, targets, target_counted)
+                predictions[key].see(base, model.logits(ids)[:, :-1])
         advance(batch.size)
     results = {}
     for name, members in sets.items():

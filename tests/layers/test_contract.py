@@ -188,7 +188,15 @@ def test_the_penalty(layer, x):
     explicit = sum(strength[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(UNITS)) / 8
     l1 = getattr(layer.config.sparsity, "l1", 0.0)
     torch.testing.assert_close(layer.penalty(code), l1 * explicit)
-    assert (layer.penalty(code) > 0) == (layer.config.sparsity.kind == "relu_l1")
+    assert (layer.penalty(code) > 0) == (l1 > 0)
+    if l1:  # its gradient reaches the gate and, through the norms, the decoder
+        parameters = list(layer.parameters())
+        both = [layer.penalty(code), l1 * explicit]
+        pair = [torch.autograd.grad(p, parameters, retain_graph=True, allow_unused=True) for p in both]
+        for got, expected in zip(*pair, strict=True):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                torch.testing.assert_close(got, expected)
 
 
 # --- parameters, training and state ---------------------------------------------------------------------------------

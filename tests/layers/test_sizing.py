@@ -39,6 +39,22 @@ def test_table_2_of_the_paper(base, features, experts, params):
     assert mxd.num_params == pytest.approx(tc.num_params, rel=1e-3)
 
 
+@pytest.mark.parametrize(("expansion", "experts"), [(4, 6), (5, 7), (6, 9)])
+def test_the_papers_convention_rounds_to_the_nearest(expansion, experts):
+    """``(2 d H_tc - 2 d H*) / (2 d + 1)`` with d = 2, H* = 1: 5.6, 7.2 and 8.8."""
+    config = MxDConfig(sparsity=TopKConfig(k=1)).inherit(MLPShape(2, 2, 1, "relu", False))
+    assert size(config, expansion=expansion, match="paper").num_units == experts
+
+
+@pytest.mark.parametrize("hidden", range(5, 12))
+def test_the_papers_convention_for_glu_is_the_most_units_the_budget_pays_for(hidden):
+    """Its counts are true, and it rounds down."""
+    config = MxDConfig(sparsity=TopKConfig(k=1)).inherit(MLPShape(7, 7, hidden, "silu", True))
+    n, budget = size(config, expansion=8, match="paper").num_units, transcoder_params(7, 7, 56)
+    assert config.model_copy(update={"num_units": n}).num_params <= budget
+    assert config.model_copy(update={"num_units": n + 1}).num_params > budget
+
+
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @pytest.mark.parametrize(("method", "fields"), METHODS)
 def test_exact_matching_is_as_near_as_a_whole_unit_allows(method, fields, base):
@@ -91,6 +107,7 @@ def test_more_active_units_than_units_found_is_an_error(mlp):
         size(config, expansion=1)
 
 
-def test_a_stated_number_of_units_is_kept(mlp):
-    config = TranscoderConfig(num_units=40).inherit(mlp)
-    assert size(config, expansion=32) == config
+def test_a_stated_number_of_units_is_kept():
+    """Also where the budget would pay for none."""
+    config = MxDConfig(num_units=40).inherit(GPT2)
+    assert size(config, expansion=2) == config

@@ -122,6 +122,17 @@ def test_sparse_decode_gradcheck():
     assert torch.autograd.gradcheck(lambda v, w: sparse_decode(v, indices, w), inputs)
 
 
+def test_second_derivatives_are_refused():
+    """Rather than silently wrong: the backward passes are not themselves differentiable."""
+    x, weight, bias = (t.requires_grad_() for t in topk_inputs(6, 5, 9))
+    values, indices = topk_linear(x, weight, bias, 3)
+    out = sparse_decode(values, indices, weight)
+    for result, leaf in ((values, x), (out, weight)):
+        (first,) = torch.autograd.grad(result.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("block_bytes", [1, 8 * 11, 8 * 11 * 7, 8 * 11 * 26, 2**20])
 def test_the_block_size_does_not_change_the_result(block_bytes, monkeypatch):
     """Blocks smaller than one row, of one row, that do and do not divide the 26 tokens, and larger than all."""
@@ -210,6 +221,33 @@ def test_the_two_operations_compose():
         set(range(4)),
     )
     torch.testing.assert_close(got, oracle)
+
+
+def check_decode(values, indices, weight):
+    """Both gradients of one decode."""
+    upstream = torch.randn(len(values), weight.shape[1], dtype=weight.dtype)
+    got = grads(lambda v, w: sparse_decode(v, indices, w), [values, weight], upstream, {0, 1})
+    oracle = grads(lambda v, w: reference.sparse_decode(v, indices, w), [values, weight], upstream, {0, 1})
+    torch.testing.assert_close(got, oracle)
+
+
+def test_selections_are_not_confused_from_call_to_call():
+    """The sorted selection is kept for the next gradient: not for other indices, nor the same ones overwritten."""
+    for _ in range(10):
+        check_decode(*decode_inputs(6, 3, 9, 4))
+    values, indices, weight = decode_inputs(6, 3, 9, 4)
+    check_decode(values, indices, weight)
+    check_decode(2 * values, indices, weight)
+    check_decode(values, indices, torch.randn(20, 4, dtype=torch.float64))  # more units than before
+    check_decode(values, indices, weight)
+    check_decode(values[:4], indices[:4], weight)  # the same memory, fewer tokens
+    check_decode(values.reshape(3, 6), indices.reshape(3, 6), weight)  # the same memory, another K
+    check_decode(values, indices, weight)
+    indices.copy_(torch.randint(9, (6, 3)))  # the same memory and shape, overwritten
+    check_decode(values, indices, weight)
+    square, one = torch.randint(9, (5, 5)), torch.randn(5, 5, dtype=torch.float64)
+    check_decode(one, square, weight)
+    check_decode(one, square.T, weight)  # the same memory and shape, other strides
 
 
 class LargestTensor(TorchDispatchMode):

@@ -1,0 +1,89 @@
+"""Tables and figures say what the numbers say."""
+
+from pathlib import Path
+
+from mxd.report.figures import frontier
+from mxd.report.tables import HEADER, caption, markdown_table, rows, terminal_table
+
+
+def result(method: str, k: int | None, layer: int, increase: float) -> dict:
+    metrics = {"normalized_mse": 0.01, "fvu": 0.2, "l0": 4.0, "dead_share": 0.5, "routed_share": 0.7}
+    what = {"method": method, "sparsity": f"k{k}", "k": k, "layer": layer, "units": 10, "params": 1000}
+    return {
+        "tokens": 100,
+        "ce_base": 3.0,
+        "ce_base_se": 0.1,
+        "ce_spliced": 3.0 + increase,
+        "ce_increase": increase,
+        "ce_increase_se": 0.01,
+        "ce_zero": 5.0,
+        "ce_mean": 4.0,
+        "loss_recovered": 1 - increase / 2,
+        "kl": 0.02,
+        "top1_agreement": 0.9,
+        "layers": {str(layer): metrics},
+        "replacements": [what],
+    }
+
+
+def evaluation(results: dict) -> dict:
+    return {"model": "m", "data": {"source": "s", "split": "validation"}, "results": results}
+
+
+def test_one_row_for_each_splice_with_its_numbers() -> None:
+    found = evaluation({"a": result("MxD", 4, 2, 0.25), "b": result("TC", 8, 3, 0.5)})
+    cells = dict(zip(HEADER, rows(found)[0], strict=True))
+    assert cells == {
+        "method": "MxD",
+        "layer": "2",
+        "sparsity": "k4",
+        "params": "1,000",
+        "NMSE": "0.0100",
+        "FVU": "0.200",
+        "L0": "4.0",
+        "dead": "50%",
+        "routed": "0.70",
+        "CE": "3.2500",
+        "CE increase": "+0.2500",
+        "± s.e.": "0.0100",
+        "recovered": "87.5%",
+        "KL": "0.0200",
+        "top-1": "90.0%",
+    }
+    assert terminal_table(found).row_count == 2
+    markdown = markdown_table(found)
+    assert "| TC | 3 | k8 |" in markdown
+    assert "layer 2: zero-ablated 5.0000" in caption(found) and "layer 3" in caption(found)
+
+
+def test_several_layers_at_once_are_one_row_of_averages() -> None:
+    both = result("MxD", 4, 2, 0.25)
+    both["layers"]["3"] = {**both["layers"]["2"], "normalized_mse": 0.03}
+    both["replacements"].append({**both["replacements"][0], "layer": 3})
+    (row,) = rows(evaluation({"together": both}))
+    cells = dict(zip(HEADER, row, strict=True))
+    assert (cells["method"], cells["layer"], cells["NMSE"], cells["params"]) == (
+        "together",
+        "2 layers",
+        "0.0200",
+        "2,000",
+    )
+
+
+def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkeypatch) -> None:
+    from matplotlib.axes import Axes
+
+    drawn = []
+    real = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append((k.get("label"), a)) or real(self, *a, **k))
+    found = {
+        "a": result("MxD", 8, 2, 0.25),
+        "b": result("MxD", 4, 2, 0.5),
+        "c": result("TC", 4, 3, 0.5),
+        "no-k": result("SAE", None, 2, 0.1),
+    }
+    path = frontier(evaluation(found), tmp_path / "f.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    labels = [label for label, _ in drawn if label]
+    assert labels == ["MxD, layer 2", "TC, layer 3"]
+    assert list(drawn[0][1][0]) == [4, 8]
