@@ -3,7 +3,9 @@
 The public names are loaded on first use, so that ``import mxd`` and ``mxd --help`` stay fast.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -41,6 +43,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Keeps ``mxd.train`` and ``mxd.splice`` the functions, also after the files of those names were imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PUBLIC and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -161,7 +162,7 @@ def _fill(
             if layer not in buffers:
                 buffers[layer] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
             for buffer, tensor in zip(buffers[layer], pair, strict=True):
-                buffer[done:stop] = tensor.reshape(-1, tensor.shape[-1])[keep]
+                buffer[done:stop] = rearrange(tensor, "context position d -> (context position) d")[keep]
         done = stop
     for layer, (x, y) in buffers.items():
         _check(layer, x, y, kept_ids, model)

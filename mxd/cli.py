@@ -71,7 +71,7 @@ def evaluate(
         column: field that holds the text.
         context: tokens in a context.
         model: base model in place of the one named in the checkpoints.
-        device: auto, cpu, cuda, mps.
+        device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together).
     """
     if not checkpoints:
@@ -102,7 +102,7 @@ def info(checkpoint: Path) -> None:
     described: dict[str, Any] = {}
     for path in find_layers(checkpoint):
         config = read_config(path)
-        described[str(path)] = {"parameters": parse_layer(config["layer"]).num_params, **config}
+        described[str(path)] = {"parameters": parse_layer(config.get("layer") or {}).num_params, **config}
     _say(json.dumps(described, indent=2))
 
 
@@ -112,12 +112,12 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
     Args:
         out: folder that holds runs.
-        run: name of the run; an earlier demo of that name is replaced.
+        run: name of the run; an earlier demo of that name is replaced, an interrupted one continued.
     """
     import shutil
 
     from mxd.checkpoint import write_json
-    from mxd.config import load_config
+    from mxd.config import dump_config, load_config
     from mxd.evaluation.checkpoints import evaluate_checkpoints
     from mxd.model import bundled_path
     from mxd.report.figures import frontier
@@ -126,10 +126,13 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
     marker = config.folder / "evaluation.json"
-    if marker.exists():
+    earlier = config.folder / "config.yaml"
+    is_demo = earlier.exists() and earlier.read_text(encoding="utf-8") == dump_config(config)
+    interrupted = is_demo and not marker.exists()
+    if is_demo and not interrupted:
         shutil.rmtree(config.folder)
-    folder = run_training(config)
-    found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS)
+    folder = run_training(config, resume=interrupted)
+    found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
     write_json(marker, found)
     (folder / "table.md").write_text(markdown_table(found), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")

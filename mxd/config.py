@@ -39,7 +39,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the base model runs in; activations and replacements are float32."""
     device: str = "auto"
-    """``auto``, ``cpu``, ``cuda``, ``mps``."""
+    """``auto`` (CUDA where there is one), ``cpu``, ``cuda``."""
     trust_remote_code: bool = False
     """Run model code from the Hub repository."""
 
@@ -52,6 +52,8 @@ class DataConfig(Section):
     (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
+    part: Literal["all", "train", "validation", "test"] = "all"
+    """For a Hub dataset without held-out split: train on ``train``; evaluation then reads ``validation`` (by hash)."""
     column: str = "text"
     """Field that holds the text."""
     streaming: bool = False
@@ -104,7 +106,8 @@ class TrainingConfig(Section):
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
     accumulation: PositiveInt = 1
-    """Split each step's batch in this many parts to lower memory; the gradient is that of the whole batch."""
+    """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
+    for each part)."""
     clip_norm: PositiveFloat | None = None
     """Clip each replacement's gradient to this norm."""
     dead_after: PositiveInt = 1_000_000

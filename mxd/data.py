@@ -27,7 +27,12 @@ Blocks = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
 
 
 def documents(
-    source: str, split: str = "train", column: str = "text", streaming: bool = False, seed: int = 0
+    source: str,
+    split: str = "train",
+    column: str = "text",
+    streaming: bool = False,
+    seed: int = 0,
+    part: str = "all",
 ) -> Iterable[str]:
     """Return the documents of a text source.
 
@@ -39,6 +44,8 @@ def documents(
         column: the field that holds the text.
         streaming: read a Hub dataset without downloading it whole.
         seed: orders a streamed dataset.
+        part: of a Hub dataset's split only the documents whose hash falls to ``train``, ``validation`` or ``test``
+            (for datasets without held-out splits of their own), or ``all``.
 
     Raises:
         MxdError: nothing there, no such column or split, or the Hub cannot be reached.
@@ -52,7 +59,7 @@ def documents(
         return list(_local(path, split, column))
     if path.suffix in LOCAL_SUFFIXES:
         raise MxdError(f"no text file at {source!r}.")
-    return _hub(source, split, column, streaming, seed)
+    return _hub(source, split, column, streaming, seed, part)
 
 
 def special_ids(tokenizer: Any) -> list[int]:
@@ -86,7 +93,7 @@ def token_blocks(
         bos: begin each context with BOS.
         seed: orders documents, and contexts within every epoch.
         repeat: begin a new epoch, in a new order, when a list is at its end.
-        shuffle: whether a list is reordered at all (off for evaluation).
+        shuffle: whether a list is reordered at all.
 
     Raises:
         MxdError: the texts hold not even one context.
@@ -184,7 +191,7 @@ def _text_of(row: Any, column: str, where: object) -> str:
     return "" if row[column] is None else str(row[column])
 
 
-def _hub(source: str, split: str, column: str, streaming: bool, seed: int) -> Iterable[str]:
+def _hub(source: str, split: str, column: str, streaming: bool, seed: int, part: str) -> Iterable[str]:
     import datasets
 
     address, _, revision = source.partition("@")
@@ -200,6 +207,19 @@ def _hub(source: str, split: str, column: str, streaming: bool, seed: int) -> It
         ) from error
     if rows.column_names is not None:
         _text_of(dict.fromkeys(rows.column_names, ""), column, source)
-    if not streaming:
-        return [_text_of({column: text}, column, source) for text in rows[column]]
-    return (_text_of(row, column, source) for row in rows.shuffle(seed=seed, buffer_size=10_000))
+    if streaming:
+        rows = rows.shuffle(seed=seed, buffer_size=10_000)
+    texts = (_text_of(row, column, source) for row in _guarded(rows, source))
+    chosen = texts if part == "all" else (text for text in texts if _hash_split(text) == part)
+    return chosen if streaming else list(chosen)
+
+
+def _guarded(rows: Iterable[Any], source: str) -> Iterator[Any]:
+    """Hand on rows; whatever a Hub client raises on the way becomes one clear error, so that a run can save."""
+    try:
+        yield from rows
+    except MxdError:
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise MxdError(f"reading {source!r} failed: {reason}") from error

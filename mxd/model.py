@@ -201,13 +201,17 @@ class FrozenModel:
             hidden: what block ``layer - 1`` returned for the same input (``block_outputs``); unused for layer 0.
         """
         below = list(self.blocks[:layer])
+        own = [block.__dict__.get("forward") for block in below]  # set where accelerate has hooked a block
         for block in below:
             block.forward = lambda *args, **kwargs: hidden
         try:
             yield
         finally:
-            for block in below:
-                del block.forward
+            for block, forward in zip(below, own, strict=True):
+                if forward is None:
+                    del block.forward
+                else:
+                    block.forward = forward
 
     @contextmanager
     def block_outputs(self, layers: Sequence[int]) -> Iterator[dict[int, Any]]:
@@ -245,7 +249,7 @@ def load_frozen(
             model, or a TransformerLens bridge.
         revision: branch, tag or commit on the Hub.
         dtype: ``float32``, ``bfloat16`` or ``float16``; for loaded objects their own dtype stays.
-        device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``, ``mps``; loaded objects stay where
+        device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``; loaded objects stay where
             they are.
         tokenizer: used for loaded objects; otherwise the source's own is loaded.
         trust_remote_code: run model code from the Hub repository. Off unless asked for by name.
@@ -289,20 +293,18 @@ def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` is CUDA, else MPS, else the CPU.
+    """Return the device of that name; ``auto`` is CUDA, else the CPU.
 
     Raises:
         MxdError: no such device here.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise MxdError(
-            f"device {name!r} is not there ({_first_line(error)}); choose auto, cpu, cuda or mps."
-        ) from error
+        raise MxdError(f"device {name!r} is not there ({_first_line(error)}); choose auto, cpu or cuda.") from error
     return device
 
 

@@ -1,7 +1,8 @@
 """Training: one stream of activations, many replacements. The only file that imports accelerate.
 
 A run trains ``replacements x layers`` side by side from one forward of the base model. Its whole state is the
-parameters, Adam's moments, the counters below and a place in the text, so a resumed run continues bit for bit.
+parameters, Adam's moments, the counters below and a place in the text, so a resumed run continues exactly: bit for bit
+on a CPU; on a GPU up to the order in which atomic additions happen.
 """
 
 import json
@@ -171,6 +172,8 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
         accelerator = Accelerator(log_with=list(config.training.trackers) or None, project_dir=config.folder)
     except (ValueError, ImportError) as error:
         raise MxdError(f"cannot use trackers {list(config.training.trackers)}: {error}") from error
+    if accelerator.num_processes > 1:
+        raise MxdError(f"started as {accelerator.num_processes} processes; mxd trains in one process so far.")
     settings = config.model
     base = load_frozen(
         model if model is not None else settings.source,
@@ -186,6 +189,8 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
     state = load_state(config.folder / "state") if resume else None
     if state is not None:
         run.restore(*state)
+    elif resume:  # killed before its first saved state: what it reported will be reported again
+        run.metrics.unlink(missing_ok=True)
     stream = run.batches()
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +250,10 @@ class _Run:
             while self.step < training.steps:
                 batch = self.next_batch(stream)
                 self.train_batch(batch)
-                if self.step % training.log_every == 0 or self.step == training.steps:
+                due = self.step % training.log_every == 0 or self.step == training.steps
+                if due or self.step % training.save_every == 0 or stop.is_set:
+                    self.check_losses()
+                if due:
                     self.report()
                 if self.step % training.save_every == 0 or self.step == training.steps or stop.is_set:
                     self.save()
@@ -295,7 +303,7 @@ class _Run:
         if self.base.tokenizer is None:
             raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
         self.masked_ids = special_ids(self.base.tokenizer) if data.mask_special else ()
-        texts = documents(data.source, data.split, data.column, data.streaming, self.config.seed)
+        texts = documents(data.source, data.split, data.column, data.streaming, self.config.seed, data.part)
         return activation_batches(
             self.base,
             self.config.layers,
@@ -308,28 +316,37 @@ class _Run:
             start=self.cursor,
         )
 
+    def check_losses(self) -> None:
+        for job in self.jobs:
+            if not math.isfinite(float(job.stats.sums["loss"])):
+                raise MxdError(
+                    f"{job.name} diverged before step {self.step:,}: its loss is not finite. The last saved state is "
+                    "from before; in a new run lower training.lr, set training.clip_norm or leave this one out."
+                )
+
     def report(self) -> None:
         training = self.config.training
         seen = self.seen
         now = time.monotonic()
+        rate = self.jobs[0].stats.tokens / max(now - self.clock, 1e-9)
         with self.metrics.open("a", encoding="utf-8") as file:
             for job in self.jobs:
                 values = job.stats.report(seen, min(training.dead_after, training.tokens // 4))
-                if not math.isfinite(values["normalized_mse"]):
-                    raise MxdError(
-                        f"{job.name} diverged before step {self.step:,}: its loss is {values['normalized_mse']}. The "
-                        "last saved state is from before; lower training.lr or set training.clip_norm in a new run."
-                    )
                 self.reported[job.name] = values
                 line = {"step": self.step, "tokens": seen, "replacement": job.name, **values}
                 line |= {"lr": learning_rate(self.step - 1, training), "seconds": round(now - self.clock, 3)}
+                line["tokens_per_second"] = round(rate, 1)
                 file.write(json.dumps(line) + "\n")
                 if training.trackers:
                     self.accelerator.log({f"{job.name}/{k}": v for k, v in values.items()}, step=self.step)
         self.clock = now
 
     def note(self) -> str:
-        return "  ".join(f"{name} {values['normalized_mse']:.4f}" for name, values in list(self.reported.items())[:4])
+        shown = list(self.reported.items())[:3]
+        return "  ".join(
+            f"{name}: NMSE {v['normalized_mse']:.4f} FVU {v['fvu']:.2f} L0 {v['l0']:.0f} dead {v['dead_share']:.0%}"
+            for name, v in shown
+        ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
 
     def save(self) -> None:
         tensors = {f"{job.name}/{k}": v for job in self.jobs for k, v in job.tensors().items()}
@@ -338,10 +355,19 @@ class _Run:
             "counted": {job.name: job.stats.tokens for job in self.jobs},
             "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
             "reported": self.reported,
+            "fingerprints": self.fingerprints(),
         }
         save_state(self.config.folder / "state", self.step, tensors, info)
 
+    def fingerprints(self) -> dict[str, str]:
+        return {str(number): self.base.fingerprint(number) for number in self.config.layers}
+
     def restore(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+        if info["fingerprints"] != self.fingerprints():
+            raise MxdError(
+                f"{self.config.folder} was trained on another base model than "
+                f"{self.base.source!r}; resume with that one."
+            )
         expected = {f"{job.name}/{k}": v for job in self.jobs for k, v in job.tensors().items()}
         shapeless = {k: tensors[k] if "/adam/" in k and k in tensors else v for k, v in expected.items()}
         fit_tensors(shapeless, tensors, str(self.config.folder / "state"))
@@ -360,7 +386,7 @@ class _Run:
             revision=self.base.revision,
             layer=job.number,
             fingerprint=self.base.fingerprint(job.number),
-            model_dtype=config.model.dtype,
+            model_dtype=str(next(self.base.module.parameters()).dtype).removeprefix("torch."),
             masked_ids=tuple(self.masked_ids),
             data=config.data.model_dump(),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},

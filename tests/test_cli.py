@@ -118,8 +118,8 @@ def test_demo_leaves_table_and_figure(
     monkeypatch.setattr("mxd.data.bundled_path", bundled_path)
     monkeypatch.setattr("mxd.cli.DEMO_TOKENS", 256)
     for _ in range(2):  # the second replaces the first
-        code, out, _ = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")
-        assert code == 0
+        code, out, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")
+        assert code == 0, err
     for method in ("MxD", "TC", "STC", "CP-muMoE"):
         assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
         assert method in out
@@ -136,3 +136,9 @@ def test_importing_mxd_is_quick_to_answer_typos() -> None:
         _ = package.splised
     assert "spliced" in dir(package)
     assert callable(package.spliced)
+
+
+def test_public_functions_stay_functions_after_their_files_are_imported() -> None:
+    script = "import mxd, mxd.train, mxd.splice; from mxd.train import train; from mxd.splice import splice\n"
+    script += "assert mxd.train is train and mxd.splice is splice and callable(mxd.spliced)"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)

@@ -337,3 +337,39 @@ def test_a_hub_dataset_without_the_column_or_split(hub):
             documents("org/name", column="body", streaming=streaming)
         with pytest.raises(MxdError, match="cannot load dataset 'org/name', split 'dev'"):
             documents("org/name", split="dev", streaming=streaming)
+
+
+def test_parts_of_a_hub_dataset_are_disjoint_and_cover_it(monkeypatch):
+    import datasets
+
+    from mxd.data import documents
+
+    rows = datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(300)]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
+    parts = {part: list(documents("a/b", part=part)) for part in ("train", "validation", "test")}
+    assert sorted(text for part in parts.values() for text in part) == sorted(rows["text"])
+    assert min(map(len, parts.values())) > 3
+    assert list(documents("a/b")) == rows["text"][:]
+
+
+def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
+    import datasets
+
+    from mxd.data import documents
+    from mxd.errors import MxdError
+
+    def broken():
+        yield {"text": "one"}
+        raise KeyError("connection lost")
+
+    class Rows:
+        column_names = None
+
+        def shuffle(self, **kwargs):
+            return broken()
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: Rows())
+    stream = iter(documents("a/b", streaming=True))
+    assert next(stream) == "one"
+    with pytest.raises(MxdError, match="reading 'a/b' failed"):
+        next(stream)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mxd.checkpoint import Trained, find_layers, load_layer, versions, write_json
 from mxd.config import DataConfig
 from mxd.data import documents, token_blocks
@@ -25,7 +27,7 @@ def evaluate_checkpoints(
     Args:
         paths: layer folders, or run folders (all layers in them).
         together: splice all of them at once, instead of each alone.
-        data: fields of the training text to change; the split is ``validation`` unless given here.
+        data: fields of the training text to change; its held-out side is read unless a split is given here.
         tokens: positions to read.
         model: base model to use in place of the one the checkpoints name (a local copy of it, say).
         device: where to run.
@@ -36,13 +38,17 @@ def evaluate_checkpoints(
     Raises:
         MxdError: a damaged checkpoint, checkpoints of several base models, or no held-out text.
     """
-    loaded = {name_of(path): load_layer(path) for given in paths for path in find_layers(given)}
+    loaded: dict[str, Trained] = {}
+    for path in (path for given in paths for path in find_layers(given)):
+        if name_of(path) in loaded:
+            raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
+        loaded[name_of(path)] = load_layer(path)
     sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
     if len(sources) != 1:
         raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
     source, revision, dtype = sources.pop()
     first = next(iter(loaded.values()))
-    text = DataConfig.model_validate({**first.provenance.data, "split": "validation", **(data or {})})
+    text = _held_out(first, data or {})
     base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
     sets: Sets
     if together:
@@ -66,7 +72,7 @@ def held_out_blocks(base: FrozenModel, text: DataConfig) -> Any:
     """Return the contexts of an evaluation text once, in one shuffled order, so that a part is like the whole."""
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
-    texts = documents(text.source, text.split, text.column, text.streaming)
+    texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
     return token_blocks(texts, base.tokenizer, text.context, text.bos, repeat=False)
 
 
@@ -89,6 +95,19 @@ def name_of(path: Path) -> str:
     """Return a checkpoint's name in tables: run and folder."""
     resolved = path.resolve()
     return f"{resolved.parent.name}/{resolved.name}"
+
+
+def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
+    """Return the training text's held-out side, with the caller's changes."""
+    fields = dict(trained.provenance.data)
+    if fields.get("part", "all") == "all" or "split" in changes or "source" in changes:
+        fields |= {"split": "validation", "part": "all"}
+    else:
+        fields["part"] = "validation"
+    try:
+        return DataConfig.model_validate(fields | dict(changes))
+    except ValidationError as error:
+        raise MxdError(f"bad evaluation text: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from error
 
 
 def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:

@@ -154,7 +154,7 @@ def evaluate(
     blocks: Blocks,
     tokens: int = 65_536,
     masked_ids: Sequence[int] | None = None,
-    forward_contexts: int = 8,
+    forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measure each set of replacements on held-out text.
 
@@ -164,7 +164,7 @@ def evaluate(
         blocks: the contexts, in a fixed order.
         tokens: positions to read, rounded up to whole contexts.
         masked_ids: tokens left out; by default those the replacements were trained without.
-        forward_contexts: contexts in one forward; memory grows with this times the vocabulary.
+        forward_contexts: contexts in one forward, by default about 1,024 tokens; memory grows with the vocabulary.
 
     Returns:
         Name -> ``ce_base``, ``ce_spliced``, ``ce_zero``, ``ce_mean``, ``ce_increase``, ``loss_recovered``, ``kl``,
@@ -181,7 +181,10 @@ def evaluate(
         raise MxdError("nothing to evaluate: give at least one replacement.")
     for number in layers:
         model.check_layer(number)
-    bare = {name: {n: _bare(r) for n, r in members.items()} for name, members in sets.items()}
+    bare = {name: {n: _bare(r).to(model.device) for n, r in members.items()} for name, members in sets.items()}
+    for module in (module for members in bare.values() for module in members.values()):
+        if isinstance(module, ReplacementLayer):  # a base MLP given as replacement keeps its mode
+            module.eval()
     total = sum(batch.size for batch in batches)
     with progress(f"evaluating {len(sets)} splices", 2 * total) as advance:
         means, moments = _first_pass(model, bare, layers, batches, masked, advance)
@@ -285,7 +288,7 @@ def _summary(base: Mean, spliced_in: Prediction, zero: Prediction, mean: Predict
     }
 
 
-def _batches(blocks: Blocks, tokens: int, forward_contexts: int) -> list[Int[np.ndarray, "_ seq"]]:
+def _batches(blocks: Blocks, tokens: int, forward_contexts: int | None) -> list[Int[np.ndarray, "_ seq"]]:
     stream: Iterator[np.ndarray] = blocks(0)
     rows: list[np.ndarray] = []
     while sum(map(len, rows)) < tokens:
@@ -296,6 +299,7 @@ def _batches(blocks: Blocks, tokens: int, forward_contexts: int) -> list[Int[np.
     if not rows:
         raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
     pieces = iter(rows)
+    forward_contexts = forward_contexts or max(1, 1024 // len(rows[0]))
     return [np.stack(piece) for piece in iter(lambda: list(islice(pieces, forward_contexts)), [])]
 
 

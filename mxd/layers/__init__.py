@@ -1,4 +1,7 @@
-"""Every replacement layer, by name. A new method is one file here, one line in ``LAYERS``, one YAML, one test file."""
+"""Every replacement layer, by name.
+
+A new method is one file here, its name in ``LAYERS`` and its class in ``AnyReplacement``, one YAML, one test file.
+"""
 
 from typing import Annotated, Any
 

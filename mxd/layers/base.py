@@ -49,7 +49,7 @@ class MLPShape:
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """A base MLP's weights in the layout used here: ``y = act(x E^T + b_E) [* (x E2^T + b_E2)] D + b``."""
+    """A base MLP's weights: ``y = act(x E^T + b_E) D + b``, or ``y = (act(x E_glu^T) * (x E^T + b_E)) D + b``."""
 
     encoder: Float[Tensor, "hidden d_in"]
     encoder_bias: Float[Tensor, " hidden"] | None

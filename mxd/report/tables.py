@@ -21,9 +21,12 @@ COLUMNS = (
 
 
 def rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
-    """Return the table's cells, one row for each splice; several layers spliced at once give averages over layers."""
+    """Return the table's cells, one row for each splice, by layer, method and K.
+
+    Several layers spliced at once give averages over layers.
+    """
     found = []
-    for name, result in evaluation["results"].items():
+    for name, result in sorted(evaluation["results"].items(), key=_place):
         layers = list(result["layers"].values())
         first = result["replacements"][0]
         single = len(result["replacements"]) == 1
@@ -43,6 +46,11 @@ def rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
 
 
 HEADER = ["method", "layer", "sparsity", "params", *(title for title, _, _ in COLUMNS)]
+
+
+def _place(item: tuple[str, Any]) -> tuple[int, str, int]:
+    first = item[1]["replacements"][0]
+    return first["layer"], first["method"], first["k"] or 0
 
 
 def terminal_table(evaluation: Mapping[str, Any]) -> Table:

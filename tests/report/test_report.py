@@ -31,7 +31,7 @@ def evaluation(results: dict) -> dict:
 
 
 def test_one_row_for_each_splice_with_its_numbers() -> None:
-    found = evaluation({"a": result("MxD", 4, 2, 0.25), "b": result("TC", 8, 3, 0.5)})
+    found = evaluation({"b": result("TC", 16, 3, 0.5), "c": result("TC", 8, 3, 0.5), "a": result("MxD", 4, 2, 0.25)})
     cells = dict(zip(HEADER, rows(found)[0], strict=True))
     assert cells == {
         "method": "MxD",
@@ -50,7 +50,8 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
         "KL": "0.0200",
         "top-1": "90.0%",
     }
-    assert terminal_table(found).row_count == 2
+    assert terminal_table(found).row_count == 3
+    assert [row[2] for row in rows(found)] == ["k4", "k8", "k16"]
     markdown = markdown_table(found)
     assert "| TC | 3 | k8 |" in markdown
     assert "layer 2: zero-ablated 5.0000" in caption(found) and "layer 3" in caption(found)
