@@ -1,6 +1,7 @@
 """What the README shows works: its Python runs as it stands, its commands and files exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -40,5 +41,6 @@ def test_commands_configs_and_links_exist() -> None:
 def test_options_named_in_the_readme_are_fields() -> None:
     from mxd.config import load_config
 
-    for config, words in re.findall(r"^mxd train (configs/\S+)((?: --\S+ \S+)*)", TEXT, re.M):
-        load_config(ROOT / config, words.split())
+    for line in re.findall(r"^mxd train (configs/.+)$", TEXT, re.M):
+        config, *words = shlex.split(line, comments=True)
+        load_config(ROOT / config, words)
