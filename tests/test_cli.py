@@ -120,6 +120,13 @@ def test_demo_leaves_table_and_figure(
     for _ in range(2):  # the second replaces the first
         code, out, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")
         assert code == 0, err
+    (tmp_path / "d" / "evaluation.json").unlink()  # as after an interruption: continued
+    assert mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")[0] == 0
+    (tmp_path / "mine").mkdir()
+    for name in ("config.yaml", "evaluation.json"):  # somebody else's run, measured: refused, not replaced
+        (tmp_path / "mine" / name).write_text("{}")
+    code, _, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "mine")
+    assert code == 1 and "already holds a run" in err and (tmp_path / "mine" / "evaluation.json").exists()
     for method in ("MxD", "TC", "STC", "CP-muMoE"):
         assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
         assert method in out

@@ -41,6 +41,6 @@ def test_commands_configs_and_links_exist() -> None:
 def test_options_named_in_the_readme_are_fields() -> None:
     from mxd.config import load_config
 
-    for line in re.findall(r"^mxd train (configs/.+)$", TEXT, re.M):
+    for line in re.findall(r"^mxd train (configs/.+)$", TEXT.replace("\\\n", ""), re.M):
         config, *words = shlex.split(line, comments=True)
         load_config(ROOT / config, words)

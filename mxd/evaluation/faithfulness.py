@@ -182,13 +182,17 @@ def evaluate(
     for number in layers:
         model.check_layer(number)
     bare = {name: {n: _bare(r).to(model.device) for n, r in members.items()} for name, members in sets.items()}
-    for module in (module for members in bare.values() for module in members.values()):
-        if isinstance(module, ReplacementLayer):  # a base MLP given as replacement keeps its mode
-            module.eval()
+    modes = {module: module.training for members in bare.values() for module in members.values()}
+    for module in modes:
+        module.eval()
     total = sum(batch.size for batch in batches)
-    with progress(f"evaluating {len(sets)} splices", 2 * total) as advance:
-        means, moments = _first_pass(model, bare, layers, batches, masked, advance)
-        return _second_pass(model, sets, bare, means, moments, batches, masked, advance)
+    try:
+        with progress(f"evaluating {len(sets)} splices", 2 * total) as advance:
+            means, moments = _first_pass(model, bare, layers, batches, masked, advance)
+            return _second_pass(model, sets, bare, means, moments, batches, masked, advance)
+    finally:
+        for module, training in modes.items():
+            module.train(training)
 
 
 def _first_pass(

@@ -250,3 +250,28 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
         evaluate_checkpoints([folder / "layer1-mxd-k2"], tokens=512, model="tiny-neox")
     with pytest.raises(MxdError, match="no checkpoint"):
         evaluate_checkpoints([tmp_path / "nowhere"])
+
+
+def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: FrozenModel, rows: np.ndarray) -> None:
+    config = LAYERS["mxd"](sparsity={"kind": "random_k", "k": 8}).inherit(model.mlp_shape(LAYER))
+    layer = size(config, 9).build().train()
+    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, [])["a"]
+    assert found["layers"][str(LAYER)]["l0"] <= 8
+    assert int(layer.sparsity.draws) == 0
+    assert layer.training
+
+
+def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel, tmp_path: Path) -> None:
+    from mxd.checkpoint import Provenance, Trained
+    from mxd.evaluation.checkpoints import _held_out
+
+    def held_out(changes: dict, **data):
+        provenance = Provenance(model="m", revision=None, layer=0, fingerprint="f", data=data)
+        text = _held_out(Trained(layer_for(model), provenance, tmp_path), changes)
+        return text.split, text.part
+
+    assert held_out({}, split="train") == ("validation", "all")
+    assert held_out({}, split="train", part="train") == ("train", "validation")
+    assert held_out({"split": "test"}, split="train", part="train") == ("test", "all")
+    with pytest.raises(MxdError, match="context"):
+        held_out({"context": 0}, split="train")
