@@ -6,8 +6,11 @@ carried from one window to the next but a position in the text, so a run resumes
 (The paper refills a buffer when half empty, which mixes as many tokens but has a memory of its whole past.)
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from torch import Tensor
 from mxd.data import Blocks, mask_of
 from mxd.errors import MxdError
 from mxd.model import FrozenModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class Batch:
     """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every layer."""
     ids: Int[Tensor, " tokens"]
     """The token ids."""
-    output_means: dict[int, Float[Tensor, " d_out"]]
-    """Layer -> mean MLP output over the whole window this batch is from."""
+    means: dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]
+    """Layer -> (mean MLP input, mean MLP output) over the whole window this batch is from."""
     cursor: Cursor
     """Where the next batch is."""
 
@@ -92,7 +97,7 @@ def activation_batches(
         if window is None:
             return
         ids, buffers = _fill(model, layers, window, forward_contexts)
-        means = {layer: y.mean(0) for layer, (_, y) in buffers.items()}
+        means = {layer: (x.mean(0), y.mean(0)) for layer, (x, y) in buffers.items()}
         generator = torch.Generator().manual_seed(
             int(np.random.default_rng([seed, cursor.context, cursor.offset]).integers(2**62))
         )
@@ -104,12 +109,28 @@ def activation_batches(
             yield Batch(
                 sites={layer: (x[rows], y[rows]) for layer, (x, y) in buffers.items()},
                 ids=ids[rows],
-                output_means=means,
+                means=means,
                 cursor=here if b + 1 < whole else window.next,
             )
         if whole < per_window:
             return
         cursor = window.next
+
+
+def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+    """Yield the same items, the next ``depth`` of them prepared meanwhile in a thread of their own.
+
+    For work that waits (on a disk, on the Hub, for the tokenizer); what it raises is raised here, in its place.
+    """
+    end = object()
+    with ThreadPoolExecutor(1, "mxd-ahead") as worker:
+        try:
+            pending = deque(worker.submit(next, items, end) for _ in range(depth))
+            while (item := pending.popleft().result()) is not end:
+                pending.append(worker.submit(next, items, end))
+                yield item  # type: ignore[misc]
+        finally:  # nobody waits for what nobody will read
+            worker.shutdown(cancel_futures=True)
 
 
 def _plan(

@@ -40,6 +40,24 @@ def train(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphe
 
 
 @app.command
+def cache(config: Path, folder: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Write the activations a run trains on to disk once; `mxd train --data.cache FOLDER` then reads them.
+
+    An interrupted cache goes on where it stopped. Size: 4 bytes x (d_in + d_out) x layers for each token.
+
+    Args:
+        config: YAML file of a run.
+        folder: where the cache goes.
+        overrides: fields to set, by dotted name.
+    """
+    from mxd.config import load_config
+    from mxd.train import cache_activations
+
+    cache_activations(load_config(config, overrides), folder)
+    _say(f"done: {folder}\nnext: mxd train {config} --data.cache {folder} (with the same overrides)")
+
+
+@app.command
 def fields() -> None:
     """List every field of a run's config, with its meaning and default."""
     from mxd.config import fields_help

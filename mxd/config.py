@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from mxd.errors import MxdError
-from mxd.layers import LAYERS, AnyReplacement
+from mxd.layers import LAYERS, AnyReplacement, Start
 from mxd.layers.sizing import Match
 
 
@@ -64,6 +64,8 @@ class DataConfig(Section):
     """Begin each context with BOS where the tokenizer has one."""
     mask_special: bool = True
     """Leave special tokens (BOS, EOS, PAD) out of training and evaluation; the base MLP answers there when spliced."""
+    cache: str | None = None
+    """Folder that `mxd cache` wrote: training reads its activations in place of running the base model."""
 
 
 class SizingConfig(Section):
@@ -84,27 +86,48 @@ class Recipe(Section):
     """Steps of linear warm-up."""
     warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Used where it asks for more steps than ``warmup_steps``: share of all steps."""
+    decay: bool = False
+    """Whether the rate falls linearly to zero between warm-up and the last step."""
+    batch_tokens: PositiveInt = 4096
+    """Token activations in a step."""
+    start: Start = "paper"
+    """How layers begin: see ``ReplacementLayer.start``."""
 
 
-RECIPES = {"paper": Recipe(lr=1e-4, warmup_steps=5000), "short": Recipe(lr=1e-3, warmup_share=0.1)}
-"""``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: for runs of some hundred to some thousand steps."""
+RECIPES = {
+    "paper": Recipe(lr=1e-4, warmup_steps=5000),
+    "short": Recipe(lr=1e-3, warmup_share=0.1),
+    "fast": Recipe(lr=2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="transcoder"),
+}
+"""``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: the same for runs of some hundred to some thousand
+steps. ``fast``: the same quality from fewer tokens (docs/recipes.md)."""
 
 
 class TrainingConfig(Section):
     """How replacements are trained."""
 
-    recipe: Literal["paper", "short"] = "paper"
-    """Named optimiser settings; ``lr`` and ``warmup_steps`` override them."""
+    recipe: Literal["paper", "short", "fast"] = "paper"
+    """Named settings; ``lr``, ``warmup_steps``, ``decay``, ``batch_tokens`` and ``start`` override them."""
     tokens: PositiveInt = 480_000_000
     """Token activations to train on."""
     batch_tokens: PositiveInt = 4096
-    """Token activations in a step."""
+    """Token activations in a step; the recipe's by default."""
     buffer_tokens: PositiveInt = 131_072
     """Token activations mixed at a time; memory is this times 8 bytes times the model's width times the layers."""
     lr: PositiveFloat | None = None
     """Learning rate; the recipe's by default."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
+    proposals: Literal["float32", "bfloat16"] = "float32"
+    """``bfloat16``: the 2 K units with the largest bfloat16 pre-activations are proposed, and formed anew in float32 to
+    choose K of them. Faster; a unit is missed only where bfloat16 ranks it below 2 K. Training only."""
+    tf32: bool = False
+    """Let CUDA round the inputs of float32 products to TF32 (10 bits); nothing changes elsewhere."""
+    decay: bool | None = None
+    """Whether the learning rate falls linearly to zero after warm-up; the recipe's by default."""
+    start: Start | None = None
+    """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``transcoder``: gates centred on
+    the mean input, and an MxD's dense part constant at first, so that it begins as a transcoder."""
     accumulation: PositiveInt = 1
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
     for each part)."""
@@ -131,7 +154,20 @@ class TrainingConfig(Section):
         warmup = max(recipe.warmup_steps, round(recipe.warmup_share * self.steps))
         if self.warmup_steps is not None:
             warmup = self.warmup_steps
-        return Recipe(lr=self.lr or recipe.lr, warmup_steps=warmup)
+        return Recipe(
+            lr=self.lr or recipe.lr,
+            warmup_steps=warmup,
+            decay=recipe.decay if self.decay is None else self.decay,
+            batch_tokens=self.batch_tokens,
+            start=self.start or recipe.start,
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _batch_of_the_recipe(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("recipe") in RECIPES:
+            return {"batch_tokens": RECIPES[given["recipe"]].batch_tokens, **given}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> "TrainingConfig":

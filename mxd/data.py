@@ -1,15 +1,18 @@
 """Text -> blocks of token ids. Documents are packed into contexts of fixed length, BOS first where the model has one.
 
-Finite sources are tokenised once into memory, in an order drawn from the seed, and read again in a new order every
-epoch. Larger Hub datasets are streamed; resuming then re-reads (but does not re-run the model on) what went before.
+Finite sources are tokenised once, in an order drawn from the seed, into a file that is memory-mapped here and by every
+later run, and are read in a new order every epoch. Larger Hub datasets are streamed; resuming then re-reads (but does
+not re-run the model on) what went before.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -103,11 +106,7 @@ def token_blocks(
         return lambda start: islice(_pack(texts, tokenizer, context, first), start, None)
     rng = np.random.default_rng(seed)
     ordered = [texts[i] for i in rng.permutation(len(texts))] if shuffle else texts
-    packed = np.array(list(_pack(ordered, tokenizer, context, first)), dtype=np.int32)
-    if len(packed) == 0:
-        raise MxdError(
-            f"the text holds less than one context of {context} tokens; give more text or a shorter context."
-        )
+    packed = _packed_once(ordered, tokenizer, context, first)
 
     def blocks(start: int) -> Iterator[np.ndarray]:
         epoch, row = divmod(start, len(packed))
@@ -118,6 +117,56 @@ def token_blocks(
             epoch, row = epoch + 1, 0
 
     return blocks
+
+
+def token_folder() -> Path:
+    """Return where tokenised text is kept: ``$MXD_CACHE``, or ``~/.cache/mxd``. It can be deleted at any time."""
+    return Path(os.environ.get("MXD_CACHE") or Path.home() / ".cache" / "mxd").expanduser()
+
+
+def _packed_once(
+    texts: list[str], tokenizer: Any, context: int, first: int | None
+) -> Int[np.ndarray, "contexts context"]:
+    """Return the packed contexts, memory-mapped from a file named by all they depend on; written if not there."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python, which has nothing to name the file by
+        return _packed(texts, tokenizer, context, first)
+    split = getattr(tokenizer, "split_special_tokens", False)  # the one setting that the backend does not spell out
+    digest = hashlib.sha256(f"{context} {first} {tokenizer.eos_token_id} {split} {backend.to_str()}".encode())
+    for text in texts:
+        raw = text.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    packed = None
+    try:
+        file = token_folder() / f"tokens-{digest.hexdigest()[:32]}.int32"
+        if not file.is_file() or file.stat().st_size == 0 or file.stat().st_size % (4 * context):
+            packed = _packed(texts, tokenizer, context, first)
+            _write(packed, file)
+        return np.memmap(file, np.int32, "r").reshape(-1, context)
+    except (OSError, RuntimeError):  # nowhere to write, or no home: the run goes on from memory
+        return _packed(texts, tokenizer, context, first) if packed is None else packed
+
+
+def _write(packed: Int[np.ndarray, "contexts context"], file: Path) -> None:
+    """Write a file that appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.stem}.{uuid4().hex[:8]}")
+    try:
+        with partial.open("wb") as handle:
+            packed.tofile(handle)
+            os.fsync(handle.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _packed(texts: list[str], tokenizer: Any, context: int, first: int | None) -> Int[np.ndarray, "contexts context"]:
+    packed = np.array(list(_pack(texts, tokenizer, context, first)), dtype=np.int32)
+    if len(packed) == 0:
+        raise MxdError(
+            f"the text holds less than one context of {context} tokens; give more text or a shorter context."
+        )
+    return packed
 
 
 def _pack(texts: Iterable[str], tokenizer: Any, context: int, first: int | None) -> Iterator[np.ndarray]:

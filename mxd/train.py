@@ -5,9 +5,11 @@ parameters, Adam's moments, the counters below and a place in the text, so a res
 on a CPU; on a GPU up to the order in which atomic additions happen.
 """
 
+import ctypes
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, activation_batches, buffer_bytes
+from mxd.activations import Batch, Cursor, activation_batches, ahead, buffer_bytes
+from mxd.cache import cache_bytes, cached_batches, cached_tokens, check_cache, claim_cache, write_cache
 from mxd.checkpoint import Provenance, fit_tensors, load_state, save_layer, save_state, versions
 from mxd.config import RunConfig, TrainingConfig, dump_config
 from mxd.data import documents, special_ids, token_blocks
@@ -28,6 +31,7 @@ from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer, size
 from mxd.losses import normalize, squared_error
 from mxd.model import FrozenModel, load_frozen
+from mxd.ops import Proposals
 from mxd.progress import console, progress
 
 ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -145,9 +149,11 @@ def train_step(
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Return the rate of step 0, 1, ...: linear warm-up, then constant."""
+    """Return the rate of step 0, 1, ...: linear warm-up, then constant, or falling linearly to zero after the last."""
     settings = training.settings
-    return settings.lr * min(1.0, (step + 1) / (settings.warmup_steps + 1))
+    rise = min(1.0, (step + 1) / (settings.warmup_steps + 1))
+    left = (training.steps - step) / max(1, training.steps - settings.warmup_steps)
+    return settings.lr * rise * (min(1.0, left) if settings.decay else 1.0)
 
 
 def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
@@ -174,24 +180,21 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
         raise MxdError(f"cannot use trackers {list(config.training.trackers)}: {error}") from error
     if accelerator.num_processes > 1:
         raise MxdError(f"started as {accelerator.num_processes} processes; mxd trains in one process so far.")
-    settings = config.model
-    base = load_frozen(
-        model if model is not None else settings.source,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    keep_freed_memory()
+    base = _load_base(config, model)
     plans = plan_layers(config, base)
     _check_memory(config, base, plans)
-    jobs = [_job(name, number, layer, config.seed, base.device) for name, (number, layer) in plans.items()]
+    jobs = [
+        new_job(name, number, layer, config.seed, base.device, config.training.proposals)
+        for name, (number, layer) in plans.items()
+    ]
     run = _Run(config, base, jobs, accelerator)
     state = load_state(config.folder / "state") if resume else None
     if state is not None:
         run.restore(*state)
     elif resume:  # killed before its first saved state: what it reported will be reported again
         run.metrics.unlink(missing_ok=True)
-    stream = run.batches()
+    stream = activation_stream(config, base, run.cursor)
     try:
         config.folder.mkdir(parents=True, exist_ok=True)
         (config.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -199,8 +202,96 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
         raise MxdError(
             f"cannot write to {config.folder}: {error.strerror}; choose another folder with --out."
         ) from error
-    run.loop(stream)
+    with _products(config.training.tf32):
+        run.loop(stream)
     return config.folder
+
+
+def activation_stream(config: RunConfig, base: FrozenModel, start: Cursor | None = None) -> Iterator[Batch]:
+    """Return the batches a run trains on: from its cache where ``data.cache`` names one, else live from the model.
+
+    Raises:
+        MxdError: no text, no tokenizer, or a cache of something else or with too few tokens.
+    """
+    data, training = config.data, config.training
+    if data.cache is not None:
+        folder = Path(data.cache)
+        check_cache(folder, _identity(config, base))
+        if cached_tokens(folder) < training.steps * training.batch_tokens:
+            raise MxdError(
+                f"the activation cache {folder} holds {cached_tokens(folder):,} tokens, the run asks for "
+                f"{training.tokens:,}; lower training.tokens, or go on with: mxd cache CONFIG {folder}"
+            )
+        return ahead(cached_batches(folder, config.layers, start, base.device), depth=2)
+    if base.tokenizer is None:
+        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
+    texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
+    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed)
+    contexts = max(1, training.buffer_tokens // data.context)
+    return activation_batches(
+        base,
+        config.layers,
+        (lambda first: ahead(blocks(first), contexts)) if data.streaming else blocks,
+        training.batch_tokens,
+        training.buffer_tokens,
+        _masked_ids(config, base),
+        config.seed,
+        forward_contexts=max(1, 4096 // data.context),
+        start=start,
+    )
+
+
+def cache_activations(config: RunConfig, folder: Path, model: Any = None) -> None:
+    """Write the activations that a run trains on to disk; an interrupted cache is continued.
+
+    Args:
+        config: the run; ``layers``, ``data``, ``seed`` and the sizes and number of its batches count.
+        folder: where the cache goes.
+        model: a loaded base model, used in place of ``config.model.source``.
+
+    Raises:
+        MxdError: anything wrong with config, model, text or disk.
+    """
+    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
+    base = _load_base(config, model)
+    for number in config.layers:
+        base.check_layer(number)
+    tokens = config.training.steps * config.training.batch_tokens
+    widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.layers)]
+    start = claim_cache(folder, _identity(config, base), cache_bytes(widths, tokens))
+    write_cache(folder, activation_stream(config, base, start), tokens)
+
+
+def _load_base(config: RunConfig, model: Any) -> FrozenModel:
+    settings = config.model
+    return load_frozen(
+        model if model is not None else settings.source,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _masked_ids(config: RunConfig, base: FrozenModel) -> list[int]:
+    return special_ids(base.tokenizer) if config.data.mask_special and base.tokenizer is not None else []
+
+
+def _fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
+    return {str(number): base.fingerprint(number) for number in config.layers}
+
+
+def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
+    """What makes a stream of batches what it is: equal identities give equal batches."""
+    return {
+        "data": config.data.model_dump(exclude={"cache"}),
+        "masked_ids": _masked_ids(config, base),
+        "seed": config.seed,
+        "batch_tokens": config.training.batch_tokens,
+        "buffer_tokens": config.training.buffer_tokens,
+        "model_dtype": str(next(base.module.parameters()).dtype).removeprefix("torch."),
+        "fingerprints": _fingerprints(config, base),
+    }
 
 
 def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
@@ -230,7 +321,6 @@ class _Run:
         self.config, self.base, self.jobs, self.accelerator = config, base, list(jobs), accelerator
         self.step = 0
         self.cursor = Cursor()
-        self.masked_ids: Sequence[int] = ()
         self.metrics = config.folder / "metrics.jsonl"
         self.reported: dict[str, dict[str, float]] = {}
         self.clock = time.monotonic()
@@ -274,7 +364,9 @@ class _Run:
         for job in self.jobs:
             x, y = batch.sites[job.number]
             if self.step == 0:
-                job.layer.bias.data.copy_(batch.output_means[job.number])
+                mean_in, mean_out = batch.means[job.number]
+                mean_read = mean_in if job.layer.config.reads == "mlp_in" else mean_out
+                job.layer.start(mean_read, mean_out, training.settings.start)
             read = x if job.layer.config.reads == "mlp_in" else y
             lr = learning_rate(self.step, training)
             train_step(job, read, y, lr, seen, training.accumulation, training.clip_norm)
@@ -297,24 +389,6 @@ class _Run:
             if self.step:
                 self.save()
             raise
-
-    def batches(self) -> Iterator[Batch]:
-        data, training = self.config.data, self.config.training
-        if self.base.tokenizer is None:
-            raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
-        self.masked_ids = special_ids(self.base.tokenizer) if data.mask_special else ()
-        texts = documents(data.source, data.split, data.column, data.streaming, self.config.seed, data.part)
-        return activation_batches(
-            self.base,
-            self.config.layers,
-            token_blocks(texts, self.base.tokenizer, data.context, data.bos, self.config.seed),
-            training.batch_tokens,
-            training.buffer_tokens,
-            self.masked_ids,
-            self.config.seed,
-            forward_contexts=max(1, 4096 // data.context),
-            start=self.cursor,
-        )
 
     def check_losses(self) -> None:
         for job in self.jobs:
@@ -355,15 +429,12 @@ class _Run:
             "counted": {job.name: job.stats.tokens for job in self.jobs},
             "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
             "reported": self.reported,
-            "fingerprints": self.fingerprints(),
+            "fingerprints": _fingerprints(self.config, self.base),
         }
         save_state(self.config.folder / "state", self.step, tensors, info)
 
-    def fingerprints(self) -> dict[str, str]:
-        return {str(number): self.base.fingerprint(number) for number in self.config.layers}
-
     def restore(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        if info["fingerprints"] != self.fingerprints():
+        if info["fingerprints"] != _fingerprints(self.config, self.base):
             raise MxdError(
                 f"{self.config.folder} was trained on another base model than "
                 f"{self.base.source!r}; resume with that one."
@@ -387,7 +458,7 @@ class _Run:
             layer=job.number,
             fingerprint=self.base.fingerprint(job.number),
             model_dtype=str(next(self.base.module.parameters()).dtype).removeprefix("torch."),
-            masked_ids=tuple(self.masked_ids),
+            masked_ids=tuple(_masked_ids(config, self.base)),
             data=config.data.model_dump(),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
             tokens=self.seen,
@@ -397,10 +468,41 @@ class _Run:
         save_layer(config.folder / job.name, job.layer, provenance, {"training": self.reported.get(job.name, {})})
 
 
-def _job(name: str, number: int, config: ReplacementConfig, seed: int, device: torch.device) -> Job:
+def new_job(
+    name: str, number: int, config: ReplacementConfig, seed: int, device: torch.device, proposals: Proposals = "float32"
+) -> Job:
+    """Return a replacement at the beginning of its training."""
     layer = config.build(seed).to(device).train()
+    layer.sparsity.proposals = proposals
     optimizer = torch.optim.Adam(layer.parameters(), fused=device.type in ("cpu", "cuda"))
     return Job(name, number, layer, optimizer, Stats(layer.num_units, config.d_out or 0, device))
+
+
+@contextmanager
+def _products(tf32: bool) -> Iterator[None]:
+    """Let CUDA use TF32 for float32 products, for the length of the block."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else before
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory that is freed, for this whole process; nothing happens where there is no glibc.
+
+    Every step allocates and frees the same gradients and activations. By default each such block is mapped anew, and
+    the kernel fills it with zeros page by page: 7% of a step's time on 2 cores (docs/benchmarks).
+    """
+    if sys.platform == "linux":
+        try:
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap's end is not handed back
+        except (OSError, AttributeError):
+            pass
 
 
 def _claim(config: RunConfig, resume: bool) -> None:

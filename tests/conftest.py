@@ -30,6 +30,12 @@ _KINDS = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _token_folder(tmp_path_factory):
+    """Tokenised text is kept for this test run only."""
+    os.environ["MXD_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+
+
 @pytest.fixture(scope="session")
 def build_model():
     """Build a tiny random Hugging Face model: one of the families, or any ``model_type`` with its own options."""

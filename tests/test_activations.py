@@ -4,13 +4,15 @@ Every token a batch hands out is traced back to its place in the text: its activ
 plain forward over the whole text, where no two places are alike.
 """
 
-from itertools import islice
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 
 import numpy as np
 import pytest
 import torch
 
-from mxd.activations import Cursor, activation_batches, buffer_bytes
+from mxd.activations import Cursor, activation_batches, ahead, buffer_bytes
 from mxd.data import token_blocks
 from mxd.errors import MxdError
 from mxd.model import load_frozen
@@ -71,7 +73,7 @@ def same(a, b):
         torch.equal(a.ids, b.ids)
         and a.cursor == b.cursor
         and all(torch.equal(s, t) for n in a.sites for s, t in zip(a.sites[n], b.sites[n], strict=True))
-        and all(torch.equal(a.output_means[n], b.output_means[n]) for n in a.sites)
+        and all(torch.equal(s, t) for n in a.sites for s, t in zip(a.means[n], b.means[n], strict=True))
     )
 
 
@@ -128,13 +130,14 @@ def test_layers_do_not_depend_on_what_else_is_recorded(gpt2, rows):
     assert all(torch.equal(a.sites[2][1], b.sites[2][1]) for a, b in zip(both, alone, strict=True))
 
 
-def test_output_means_are_those_of_the_window(gpt2, rows):
+def test_means_are_those_of_the_window(gpt2, rows):
     stream = list(batches(gpt2, finite(rows)))
-    for window in (stream[:3], stream[3:6]):
-        mean = torch.cat([batch.sites[1][1] for batch in window]).mean(0)
-        for batch in window:
-            torch.testing.assert_close(batch.output_means[1], mean)
-    assert not torch.equal(stream[0].output_means[1], stream[3].output_means[1])
+    for i in (0, 1):
+        for window in (stream[:3], stream[3:6]):
+            mean = torch.cat([batch.sites[1][i] for batch in window]).mean(0)
+            for batch in window:
+                torch.testing.assert_close(batch.means[1][i], mean)
+        assert not torch.equal(stream[0].means[1][i], stream[3].means[1][i])
 
 
 def test_the_stream_is_drawn_from_the_seed(gpt2, rows):
@@ -269,3 +272,96 @@ def test_a_mask_that_leaves_nothing_is_refused(gpt2):
     with pytest.raises(MxdError, match=r"nothing but masked tokens; check data.mask_special"):
         next(batches(gpt2, endless(masked)))
     assert not list(batches(gpt2, finite(masked)))
+
+
+# Preparing ahead
+
+
+def waiting():
+    """The threads that prepare something now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mxd-ahead")]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 50])
+def test_ahead_yields_the_same_items_in_order(n, depth):
+    assert list(ahead(iter(range(n)), depth)) == list(range(n))
+    assert not waiting()
+
+
+def test_a_stream_may_be_prepared_ahead(gpt2, rows):
+    assert all_same(ahead(batches(gpt2, finite(rows)), 3), batches(gpt2, finite(rows)))
+    assert all_same(batches(gpt2, lambda first: ahead(iter(rows[first:]), 5)), batches(gpt2, finite(rows)))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+def test_ahead_raises_in_its_place(depth):
+    """Items that were prepared before the failure are handed out before it is raised."""
+
+    def items():
+        yield from range(5)
+        raise MxdError("the disk is gone")
+
+    found = []
+    with pytest.raises(MxdError, match="the disk is gone"):
+        found.extend(iter_into(found, ahead(items(), depth)))
+    assert found == list(range(5))
+    assert not waiting()
+
+
+def iter_into(found, stream):
+    for item in stream:
+        found.append(item)
+    return []
+
+
+@pytest.mark.parametrize(("depth", "taken"), [(1, 1), (3, 1), (3, 4)])
+def test_ahead_prepares_depth_items_and_no_more_in_one_other_thread(depth, taken):
+    made, threads = [], set()
+    done = threading.Event()
+
+    def items():
+        for i in count():
+            made.append(i)
+            threads.add(threading.get_ident())
+            if len(made) == taken + depth:
+                done.set()
+            yield i
+
+    stream = ahead(items(), depth)
+    assert made == []  # nothing before it is asked for
+    assert list(islice(stream, taken)) == list(range(taken))
+    assert done.wait(60)  # while nobody asks, the next ``depth`` are prepared
+    stream.close()
+    assert made == list(range(taken + depth))
+    assert len(threads) == 1 and threads != {threading.get_ident()}
+
+
+def test_an_abandoned_stream_ends_its_thread_and_prepares_nothing_more(monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    class Executor(ThreadPoolExecutor):
+        """Lets the item under way finish as soon as the rest was told to stop."""
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            go.set()
+            super().shutdown(wait=wait)
+
+    monkeypatch.setattr("mxd.activations.ThreadPoolExecutor", Executor)
+    made = []
+
+    def items():
+        for i in count():
+            if i == 1:
+                begun.set()
+                assert go.wait(60)
+            made.append(i)
+            yield i
+
+    stream = ahead(items(), 10)
+    assert next(stream) == 0
+    assert begun.wait(60)
+    del stream
+    assert made == [0, 1]
+    assert not waiting()

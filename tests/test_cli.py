@@ -60,6 +60,35 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert code == 0 and (tmp_path / "e.json").exists()
 
 
+def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def run(name: str, *words: str) -> tuple[int, str]:
+        code, _, err = mxd(capsys, "train", str(config), "--run", name, *words)
+        return code, err
+
+    def results(name: str) -> list[dict]:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+
+    folder = tmp_path / "some" / "cache"
+    for _ in range(2):  # the second finds it done
+        code, out, err = mxd(capsys, "cache", str(config), str(folder))
+        assert code == 0, err
+        assert f"done: {folder}\nnext: mxd train {config} --data.cache {folder}" in out
+        assert [path.name for path in sorted(folder.iterdir())] == ["cache.json", "shard-000000"]
+    assert run("live")[0] == run("cached", "--data.cache", str(folder))[0] == 0
+    assert results("live") == results("cached")
+    assert len(results("live")) == 4
+    for words, message in (
+        (["--seed", "1"], "seed: 0, asked for 1"),
+        (["--layers", "[0]"], "it has layers 1, asked for 0"),
+        (["--training.tokens", "2048"], "holds 1,024 tokens, the run asks for 2,048"),
+    ):
+        code, err = run("other", "--data.cache", str(folder), *words)
+        assert code == 1 and message in err and not (tmp_path / "other").exists()
+    assert mxd(capsys, "cache", str(config), str(folder), "--training.tokens", "2048")[0] == 0
+    assert run("longer", "--data.cache", str(folder), "--training.tokens", "2048")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,6 +100,14 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
         (["train", "CONFIG", "--data.source", "no/such-data"], "cannot load dataset"),
         (["train", "CONFIG", "--data.column", "body"], "no text column 'body'"),
         (["train", "CONFIG", "--resume"], "nothing to resume"),
+        (["train", "CONFIG", "--data.cache", "nowhere"], "no activation cache at 'nowhere'; write one with: mxd cache"),
+        (["train", "CONFIG", "--data.cache", "mxd"], "no activation cache at 'mxd'"),
+        (["cache", "nowhere.yaml", "nowhere"], "cannot read config"),
+        (["cache", "CONFIG", "mxd"], "mxd exists and is not an activation cache; choose another folder"),
+        (["cache", "CONFIG", "CONFIG"], "exists and is not an activation cache"),
+        (["cache", "CONFIG", "CONFIG/below"], "Not a directory; choose another folder"),
+        (["cache", "CONFIG", "nowhere", "--layers", "[50]"], "out of range"),
+        (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no text column 'body'"),
         (["evaluate"], "at least one checkpoint"),
         (["evaluate", "nowhere"], "no checkpoint"),
         (["evaluate", "nowhere", "--tokens", "0"], "at least 1"),
@@ -80,9 +117,10 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
 def test_mistakes_end_in_one_clear_message(
     config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
-    code, _, err = mxd(capsys, *[str(config) if w == "CONFIG" else w for w in words])
+    code, _, err = mxd(capsys, *[w.replace("CONFIG", str(config)) for w in words])
     assert code == 1
     assert message in err
+    assert not Path("nowhere").exists()
 
 
 def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

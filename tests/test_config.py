@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mxd.config import RECIPES, dump_config, expand, fields_help, load_config, parse_config
 from mxd.errors import MxdError
@@ -66,6 +67,16 @@ def test_recipes_and_their_overrides() -> None:
     assert (short.settings.lr, short.settings.warmup_steps) == (1e-3, 20)
     own = parse_config({**ONE, "training": {"recipe": "short", "lr": 0.5, "warmup_steps": 0}}).training
     assert (own.settings.lr, own.settings.warmup_steps) == (0.5, 0)
+    fast = parse_config({**ONE, "training": {"recipe": "fast", "tokens": 1024 * 200}}).training
+    assert fast.settings == RECIPES["fast"].model_copy(update={"warmup_steps": 10, "warmup_share": 0.0})
+    assert (fast.steps, fast.batch_tokens) == (200, 1024)
+    changed = {"recipe": "fast", "batch_tokens": 64, "decay": False, "start": "paper"}
+    settings = parse_config({**ONE, "training": changed}).training.settings
+    assert (settings.batch_tokens, settings.decay, settings.start) == (64, False, "paper")
+    assert all(not RECIPES[name].decay and RECIPES[name].start == "paper" for name in ("paper", "short"))
+    assert parse_config(yaml.safe_load(dump_config(parse_config({**ONE, "training": changed})))).training.steps == (
+        480_000_000 // 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,6 +88,9 @@ def test_recipes_and_their_overrides() -> None:
         (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
         (["--data.mask-special", "false"], lambda c: c.data.mask_special is False),
         (["--model.revision", "main"], lambda c: c.model.revision == "main"),
+        (["--data.cache", "some/folder"], lambda c: c.data.cache == "some/folder"),
+        (["--training.proposals", "bfloat16"], lambda c: c.training.proposals == "bfloat16"),
+        (["--training.tf32", "true"], lambda c: c.training.tf32 is True),
     ],
 )
 def test_overrides(words: list[str], check) -> None:
@@ -97,6 +111,9 @@ def test_overrides(words: list[str], check) -> None:
         ({**ONE, "training": {"tokens": 10}}, "less than one batch"),
         ({**ONE, "training": {"buffer_tokens": 10}}, "buffer_tokens"),
         ({**ONE, "training": {"accumulation": 3}}, "does not divide"),
+        ({**ONE, "training": {"proposals": "float16"}}, "training.proposals.*'float32' or 'bfloat16'"),
+        ({**ONE, "training": {"tf32": "perhaps"}}, "training.tf32"),
+        ({**ONE, "data": {"cache": ["a", "b"]}}, "data.cache"),
         ({**ONE, "layers": [1, 1]}, "twice"),
         ({**ONE, "layers": []}, "layers"),
         ({**ONE, "run": "../evil"}, "run"),
@@ -131,6 +148,12 @@ def test_bad_files_and_overrides(tmp_path: Path, text: str, words: list[str], me
 def test_missing_file() -> None:
     with pytest.raises(MxdError, match="cannot read config"):
         load_config("nowhere.yaml")
+
+
+def test_nothing_is_rounded_or_cached_unless_asked_for() -> None:
+    for path in CONFIGS:
+        config = load_config(path)
+        assert (config.data.cache, config.training.proposals, config.training.tf32) == (None, "float32", False)
 
 
 def test_a_config_is_frozen() -> None:

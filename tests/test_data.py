@@ -1,14 +1,17 @@
 """Text: packing by hand, orders drawn from the seed, every kind of source, and what is refused."""
 
+import copy
+import errno
 import json
 from collections import Counter
 from itertools import chain, count, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, load_dataset
 
-from mxd.data import documents, mask_of, special_ids, token_blocks
+from mxd.data import documents, mask_of, special_ids, token_blocks, token_folder
 from mxd.errors import MxdError
 
 
@@ -132,6 +135,157 @@ def test_the_bundled_tokenizer_packs_its_own_text(tokenizer):
     stream = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) * 3
     assert [row[0] for row in rows] == [tokenizer.bos_token_id] * len(rows)
     assert [token for row in rows for token in row[1:]] == stream[: len(stream) // 7 * 7]
+
+
+# The file of tokens
+
+
+class Counting:
+    """A tokenizer that counts its calls; without ``backend_tokenizer`` it has nothing to name a file by."""
+
+    def __init__(self, tokenizer, backend=True):
+        self.own, self.calls = tokenizer, 0
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if backend:
+            self.backend_tokenizer = tokenizer.backend_tokenizer
+
+    def __call__(self, texts, **options):
+        self.calls += 1
+        return self.own(texts, **options)
+
+
+SENTENCES = [f"Sentence {i} is followed by sentence {i + 1}, unless it is the last.<|endoftext|>" for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where tokenised text is kept."""
+    monkeypatch.setenv("MXD_CACHE", str(tmp_path / "tokens"))
+    return tmp_path / "tokens"
+
+
+def kept(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_text_is_tokenised_once_and_then_read_from_its_file(tokenizer, folder):
+    once, bare = Counting(tokenizer), Counting(tokenizer, backend=False)
+    for options in ({}, {"shuffle": True, "seed": 3}, {"context": 7}, {"bos": False}):
+        expected = packed(SENTENCES, bare, **options)
+        assert len(expected) > 40
+        assert packed(SENTENCES, once, **options) == packed(SENTENCES, once, **options) == expected
+    assert once.calls == 4
+    assert bare.calls == 4
+    assert len(kept(folder)) == 4
+    assert all(name.startswith("tokens-") for name in kept(folder))
+
+
+def test_contexts_are_mapped_not_loaded(tokenizer, folder):
+    """Both when the file was just written and later: what changes in the file changes in what was read."""
+    for value in (7, 8):
+        _, second = islice(token_blocks(SENTENCES, tokenizer, context=8, shuffle=False)(0), 2)
+        assert isinstance(second, np.memmap)
+        assert not second.flags.writeable
+        (file,) = folder.iterdir()
+        with file.open("r+b") as handle:
+            handle.seek(8 * 4)
+            handle.write(np.int32(value).tobytes())
+        assert second[0] == value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"texts": SENTENCES[:-1]},
+        {"texts": [*SENTENCES[:-2], SENTENCES[-2] + SENTENCES[-1][0], SENTENCES[-1][1:]]},  # a border moved
+        {"texts": SENTENCES[::-1]},
+        {"context": 9},
+        {"bos": False},
+        {"seed": 1, "shuffle": True},
+        {"tokenizer": lambda t: t.add_tokens(["followed by"])},
+        {"tokenizer": lambda t: setattr(t, "eos_token", "a")},
+        {"tokenizer": lambda t: setattr(t, "bos_token", "a")},
+        {"tokenizer": lambda t: setattr(t, "split_special_tokens", True)},
+    ],
+    ids=["fewer", "border", "order", "context", "bos", "seed", "vocabulary", "eos-token", "bos-token", "split"],
+)
+def test_other_contexts_have_another_file(tokenizer, folder, change):
+    options = {"texts": SENTENCES, "context": 8, **change}
+    other = copy.deepcopy(tokenizer)
+    options.pop("tokenizer", lambda t: None)(other)
+    before = packed(SENTENCES, tokenizer, context=8)
+    after = packed(options.pop("texts"), other, **options)
+    assert before != after
+    assert len(kept(folder)) == 2
+    assert before == packed(SENTENCES, tokenizer, context=8)
+
+
+def test_a_damaged_file_is_written_anew(tokenizer, folder):
+    expected = packed(SENTENCES, tokenizer)
+    (file,) = folder.iterdir()
+    for damaged in (b"", file.read_bytes()[:-4], b"123"):
+        file.write_bytes(damaged)
+        assert packed(SENTENCES, tokenizer) == expected
+        assert len(file.read_bytes()) == 16 * len(expected)
+    assert len(kept(folder)) == 1
+
+
+def test_text_too_short_leaves_no_file(tokenizer, folder):
+    with pytest.raises(MxdError, match="less than one context"):
+        token_blocks(["a"], tokenizer)
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("place", ["tokens", "tokens/below"])
+def test_a_folder_that_cannot_be_made_does_not_matter(tokenizer, tmp_path, monkeypatch, place):
+    (tmp_path / "tokens").write_text("a file")
+    monkeypatch.setenv("MXD_CACHE", str(tmp_path / place))
+    assert packed(SENTENCES, tokenizer) == packed(SENTENCES, Counting(tokenizer, backend=False))
+    assert kept(tmp_path) == ["tokens"]
+
+
+@pytest.mark.parametrize("call", ["is_file", "mkdir", "open", "replace"])
+@pytest.mark.parametrize("error", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+def test_a_folder_that_cannot_be_written_does_not_matter(tokenizer, folder, monkeypatch, call, error):
+    def fail(*args, **options):
+        raise OSError(error, "cannot")
+
+    once = Counting(tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fail)
+        found = packed(SENTENCES, once)
+    assert found == packed(SENTENCES, Counting(tokenizer, backend=False))
+    assert once.calls == 1
+    assert kept(folder) == []
+
+
+def test_no_home_does_not_matter(tokenizer, monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MXD_CACHE")
+    monkeypatch.setattr(Path, "home", fail)
+    assert packed(SENTENCES, tokenizer) == packed(SENTENCES, Counting(tokenizer, backend=False))
+
+
+def test_an_interrupted_write_leaves_no_file(tokenizer, folder, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            packed(SENTENCES, tokenizer)
+    assert kept(folder) == []
+
+
+def test_where_tokenised_text_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value, expected in {str(tmp_path / "a"): "a", "~/b": "b", "": ".cache/mxd"}.items():
+        monkeypatch.setenv("MXD_CACHE", value)
+        assert token_folder() == tmp_path / expected
+    monkeypatch.delenv("MXD_CACHE")
+    assert token_folder() == tmp_path / ".cache" / "mxd"
 
 
 # Masks

@@ -21,6 +21,7 @@ ORDER = [
     "data",
     "activations",
     "checkpoint",
+    "cache",
     "hub",
     "formats",
     "config",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mxd.checkpoint import load_layer
+from mxd.checkpoint import load_layer, read_config
 from mxd.config import RunConfig, dump_config, parse_config
 from mxd.errors import MxdError
+from mxd.layers.sparsity import RandomKConfig, TopKConfig
+from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
-from mxd.train import Interrupted, learning_rate, plan_layers, train
+from mxd.train import Interrupted, learning_rate, new_job, plan_layers, train
 
 TIMING = ("seconds", "tokens_per_second")
 
@@ -298,6 +301,12 @@ def test_warm_up_is_linear_then_constant(tmp_path: Path) -> None:
     assert rates[10:] == [1.0, 1.0]
 
 
+def test_decay_is_linear_from_warm_up_to_zero_after_the_last_step(tmp_path: Path) -> None:
+    training = small(tmp_path, training={"tokens": 512 * 14, "lr": 1.0, "warmup_steps": 4, "decay": True}).training
+    rates = [learning_rate(step, training) for step in range(14)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, *(1 - i / 10 for i in range(10))])
+
+
 def test_names_tell_settings_apart(tmp_path: Path) -> None:
     twice = [{"method": "mxd", "activation": ["relu", "gelu"], "sparsity": {"kind": "topk", "k": 8}}]
     plans = plan_layers(small(tmp_path, replacements=twice), load_frozen("tiny-gpt2"))
@@ -397,3 +406,155 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
     with pytest.raises(MxdError, match="2 processes"):
         train(small(tmp_path))
+
+
+def test_a_streamed_text_is_prepared_ahead_and_trains_the_same(tmp_path: Path, trained_gpt2) -> None:
+    from mxd.data import documents
+
+    text = tmp_path / "train.jsonl"
+    text.write_text("\n".join(json.dumps({"text": line}) for line in documents("bundled", "validation")[:40]))
+    threads = set()
+
+    def watch(*args) -> None:
+        threads.update(thread.name.rpartition("_")[0] for thread in threading.enumerate())
+
+    hook = trained_gpt2.mlp(2).register_forward_hook(watch)
+    runs = []
+    for streaming in (False, True):
+        assert "mxd-ahead" not in threads
+        data = {"source": str(text), "split": "train", "streaming": streaming}
+        runs.append(train(small(tmp_path, run=f"r{streaming}", data=data), model=trained_gpt2))
+    hook.remove()
+    assert_same_run(*runs)
+    assert "mxd-ahead" in threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mxd-ahead")]
+
+
+# Rounding, where asked for
+
+SPARSITIES = {"topk": TopKConfig(k=2), "random_k": RandomKConfig(k=2, spread=8)}
+
+
+def gates() -> torch.Tensor:
+    """40 units on 64 inputs; for an input of ones, unit 0 is the largest, and the smallest once rounded to bfloat16."""
+    weight = torch.full((40, 64), 1.00392)  # rounds up, to 1.0078
+    weight[:, 60:] = 1.0
+    weight[0] = 1.0039  # rounds down, to 1
+    low = weight.to(torch.bfloat16).float().sum(1)
+    assert weight.double().sum(1).argmax() == 0 == low.argmin()
+    assert low[1:].min() - low[0] > 0.4
+    return weight
+
+
+@pytest.mark.parametrize("kind", SPARSITIES)
+def test_bfloat16_proposals_are_for_training_alone(kind: str) -> None:
+    config = TranscoderConfig(d_in=64, d_out=3, num_units=40, sparsity=SPARSITIES[kind])
+    x = torch.ones(5, 64)
+    found = {}
+    for proposals in ("float32", "bfloat16"):
+        job = new_job("j", 0, config, 0, torch.device("cpu"), proposals)
+        weight, bias = job.layer.gate_parameters()
+        weight.data.copy_(gates())
+        bias.data.zero_()
+        for mode in (True, False, True):
+            code = job.layer.train(mode).encode(x)
+            assert bool((code.indices == 0).any(1).all()) is (proposals == "float32" or not mode)
+            assert bool((code.indices == 0).any()) is (proposals == "float32" or not mode)
+        found[proposals] = job.layer.eval().encode(x), job.layer(x), job.layer.state_dict()
+    (exact, exact_y, exact_state), (code, y, state) = found["float32"], found["bfloat16"]
+    assert torch.equal(code.values, exact.values) and torch.equal(code.indices, exact.indices)
+    assert torch.equal(y, exact_y)
+    assert state.keys() == exact_state.keys()
+    assert all(torch.equal(tensor, exact_state[name]) for name, tensor in state.items())
+
+
+def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
+) -> None:
+    sparsity = importlib.import_module("mxd.layers.sparsity")
+    real, used = sparsity.topk_linear, []
+
+    def spy(x, weight, bias, k, proposals="float32"):
+        used.append(proposals)
+        return real(x, weight, bias, k, proposals)
+
+    monkeypatch.setattr(sparsity, "topk_linear", spy)
+    folders = {}
+    for proposals in ("float32", "bfloat16"):
+        training = {"tokens": 512 * 24, "proposals": proposals}
+        config = small(tmp_path, run=proposals, replacements=EVERYTHING[:1], training=training)
+        folders[proposals] = train(config, model=trained_gpt2)
+        assert used == [proposals] * 48  # two replacements, 24 steps
+        used.clear()
+    exact, rounded = (metrics(folder) for folder in folders.values())
+    assert rounded[-1]["normalized_mse"] < 0.85 * rounded[0]["normalized_mse"]
+    for a, b in zip(exact, rounded, strict=True):
+        assert b["normalized_mse"] == pytest.approx(a["normalized_mse"], rel=0.02)
+        assert b["l0"] == pytest.approx(a["l0"], rel=0.02)
+    for name in ("layer2-mxd-k8", "layer2-mxd-randomk8"):
+        a, b = (read_config(folder / name) for folder in folders.values())
+        assert a["layer"] == b["layer"]
+        assert (a["provenance"]["training"]["proposals"], b["provenance"]["training"]["proposals"]) == tuple(folders)
+        a, b = (load_file(folder / name / "model.safetensors") for folder in folders.values())
+        assert {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
+        load_layer(folders["bfloat16"] / name).layer.train()(torch.randn(3, 128))
+        assert used.pop() == "float32"
+
+
+def test_a_run_with_bfloat16_proposals_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
+) -> None:
+    fields = {"training": {"proposals": "bfloat16", "save_every": 5}}
+    whole = train(small(tmp_path, run="whole", **fields), model=trained_gpt2)
+    config = small(tmp_path, run="cut", **fields)
+    module = importlib.import_module("mxd.train")
+    real, calls = module.train_step, []
+
+    def stop(*args) -> None:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, model=trained_gpt2)
+    train(config, resume=True, model=trained_gpt2)
+    assert_same_run(whole, config.folder)
+
+
+@pytest.fixture
+def caller_set_ieee():
+    """The caller's own setting of float32 products on CUDA."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("error", [None, MxdError, KeyboardInterrupt])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_for_the_run_alone_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2, caller_set_ieee, tf32: bool, error: type | None
+) -> None:
+    settings = caller_set_ieee
+    module = importlib.import_module("mxd.train")
+    real, seen = module.train_step, []
+
+    def spy(*args) -> None:
+        seen.append(settings.fp32_precision)
+        if error is not None:
+            raise error
+        real(*args)
+
+    monkeypatch.setattr(module, "train_step", spy)
+    config = small(tmp_path, training={"tokens": 1024, "tf32": tf32})
+    if error is None:
+        train(config, model=trained_gpt2)
+    else:
+        with pytest.raises(error):
+            train(config, model=trained_gpt2)
+    assert set(seen) == {"tf32" if tf32 else "ieee"}
+    assert settings.fp32_precision == "ieee"

@@ -185,9 +185,10 @@ def evaluate(
     modes = {module: module.training for members in bare.values() for module in members.values()}
     for module in modes:
         module.eval()
-    total = sum(batch.size for batch in batches)
+    forwards = 2 + len(sets) + 2 * len({tuple(sorted(members)) for members in sets.values()})
+    total = forwards * sum(batch.size for batch in batches)
     try:
-        with progress(f"evaluating {len(sets)} splices", 2 * total) as advance:
+        with progress(f"evaluating {len(sets)} splices", total, "tokens through the model") as advance:
             means, moments = _first_pass(model, bare, layers, batches, masked, advance)
             return _second_pass(model, sets, bare, means, moments, batches, masked, advance)
     finally:
@@ -261,6 +262,7 @@ def _second_pass(
             lowest = min(replacements)
             with spliced(model, replacements, masked), model.resumed(lowest, hidden.get(lowest)):
                 predictions[key].see(base, model.logits(ids)[:, :-1])
+            advance(batch.size)
         advance(batch.size)
     results = {}
     for name, members in sets.items():

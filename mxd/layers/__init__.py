@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from mxd.errors import MxdError, unknown
-from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer
+from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer, Start
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
@@ -48,6 +48,7 @@ __all__ = [
     "MLPWeights",
     "ReplacementConfig",
     "ReplacementLayer",
+    "Start",
     "match_units",
     "parse_layer",
     "size",

@@ -27,6 +27,7 @@ from mxd.ops import sparse_decode
 C = TypeVar("C", bound="ReplacementConfig")
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Start = Literal["paper", "transcoder"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -183,6 +184,22 @@ class ReplacementLayer(nn.Module, ABC):
     def penalty(self, code: Code) -> Float[Tensor, ""]:
         """Return what the sparsity adds to the training loss: zero for top-k, the L1 term for ReLU + L1."""
         return self.sparsity.penalty(code.values, self.unit_norms)
+
+    @torch.no_grad()
+    def start(self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Start = "paper") -> None:
+        """Take from the data what training begins with.
+
+        Args:
+            mean_in: mean of what the layer reads.
+            mean_out: mean of the MLP's outputs; the output bias begins there (MxD, section 3.1).
+            start: ``paper`` leaves the rest as drawn. ``transcoder`` also centres the pre-activations, so that all
+                units are active equally often at first and few die, and makes a layer with a dense part begin as a
+                transcoder (this project's, docs/recipes.md).
+        """
+        self.bias.copy_(mean_out)
+        if start == "transcoder":
+            weight, bias = self.gate_parameters()
+            bias.copy_(-(weight @ mean_in))
 
     @abstractmethod
     def gate_parameters(self) -> tuple[Float[Tensor, "units d_in"], Float[Tensor, " units"]]:

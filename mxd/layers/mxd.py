@@ -8,10 +8,11 @@ with ``z`` in the base MLP's own form (section 2.5). Expert n is the full-rank l
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementLayer, Start, code_product, linear_init, zeros
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 
 
@@ -99,5 +100,14 @@ class MxD(ReplacementLayer):
         self.gate_bias.data.zero_()[0] = 1.0
         self.expert_scale.data[0] = 1.0
 
+    @torch.no_grad()
+    def start(self, mean_in: Tensor, mean_out: Tensor, start: Start = "paper") -> None:
+        """As the base's; ``transcoder`` sets ``z D = 1`` by way of hidden unit 0 and ``C = 0``: ``y^ = a C + b``."""
+        super().start(mean_in, mean_out, start)
+        if start == "transcoder":
+            constant = self.encoder.make_constant(0)
+            self.decoder.zero_()[0] = 1 / constant
+            self.expert_scale.zero_()
+
     def _decode(self, x: Tensor, code: Code) -> Tensor:
-        return code_product(code, self.expert_scale) * (self.encoder(x) @ self.decoder) + self.bias
+        return torch.addcmul(self.bias, code_product(code, self.expert_scale), self.encoder(x) @ self.decoder)

@@ -14,13 +14,16 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from mxd.ops import topk_linear
+from mxd.ops import Proposals, topk_linear
 
 Choice = tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"], bool]
 
 
 class Sparsity(nn.Module, ABC):
     """Chooses units from a linear map of the input."""
+
+    proposals: Proposals = "float32"
+    """Set to ``bfloat16`` in training, where asked for: see ``topk_linear``. Evaluation mode is always exact."""
 
     @abstractmethod
     def forward(
@@ -142,7 +145,7 @@ class TopK(Sparsity):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
         """Keep the K largest."""
-        return *topk_linear(x, weight, bias, self.k), False
+        return *topk_linear(x, weight, bias, self.k, self.proposals if self.training else "float32"), False
 
     def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
         """Nothing is added."""
@@ -166,7 +169,7 @@ class RandomK(Sparsity):
         if self.training:
             k = random.Random(int(self.draws)).randint(max(1, k - self.reach), k + self.reach)
             self.draws += 1
-        return *topk_linear(x, weight, bias, k), False
+        return *topk_linear(x, weight, bias, k, self.proposals if self.training else "float32"), False
 
     def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
         """Nothing is added."""

@@ -4,6 +4,6 @@
 ``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
 """
 
-from mxd.ops.sparse import sparse_decode, topk_linear
+from mxd.ops.sparse import Proposals, sparse_decode, topk_linear, use_triton
 
-__all__ = ["sparse_decode", "topk_linear"]
+__all__ = ["Proposals", "sparse_decode", "topk_linear", "use_triton"]

@@ -3,9 +3,8 @@
 Units are rows everywhere (``weight[n]`` belongs to unit ``n``), so that a gather of K units reads K contiguous rows.
 """
 
-import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-with warnings.catch_warnings():  # torch says once that CSR tensors are in beta; only their product is used here
-    warnings.simplefilter("ignore")
-    torch.zeros(1, 1).to_sparse_csr()
+Proposals = Literal["float32", "bfloat16"]
 
-BLOCK_BYTES = 16 * 2**20
-"""Pre-activations are formed in blocks of about this many bytes, so that they stay in cache on their way to top-k."""
+TILES = {"cpu": (1024, 2**24), "cuda": (8192, 2**33)}
+"""Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
+
+GROUP = 4
+"""Units in a group of the two-stage top-k."""
+
+
+_through_triton = False
+
+
+def use_triton(on: bool) -> None:
+    """Send CUDA tensors through the Triton kernels of ``mxd.ops.kernels``, or (as at first) through PyTorch's own.
+
+    Both give the same up to rounding; `scripts/bench_gpu.py` times them. Off at first: no GPU has timed them yet.
+    """
+    global _through_triton
+    _through_triton = on
+
+
+def _triton(tensor: Any) -> bool:
+    return _through_triton and tensor.is_cuda
 
 
 def topk_linear(
@@ -26,18 +42,21 @@ def topk_linear(
     weight: Float[Tensor, "units d_in"],
     bias: Float[Tensor, " units"],
     k: int,
+    proposals: Proposals = "float32",
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices, in no fixed order.
 
-    Only ``[block, units]`` pre-activations exist at any time, and the backward pass touches the chosen units alone.
+    Only a tile of pre-activations exists at any time, and the backward pass touches the chosen units alone.
 
     Args:
         x: inputs.
         weight: one row per unit.
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
+        proposals: ``bfloat16`` forms all pre-activations in bfloat16, and the ``2 k`` largest anew in ``x``'s dtype;
+            the ``k`` largest of those are returned. A unit is missed only if bfloat16 ranks it below ``2 k``.
     """
-    return _TopKLinear.apply(x, weight, bias, k)
+    return _TopKLinear.apply(x, weight, bias, k, proposals)
 
 
 def sparse_decode(
@@ -49,6 +68,10 @@ def sparse_decode(
 
 def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     """Sum ``values[:, k] * weight[indices[:, k]]`` over k. Shape ``[tokens, weight columns]``."""
+    if _triton(weight):
+        from mxd.ops import kernels
+
+        return kernels.gather_sum(values, indices, weight)
     if indices.numel() == 0:
         return weight.new_zeros(len(indices), weight.shape[1])
     return F.embedding_bag(indices, weight, per_sample_weights=values, mode="sum")
@@ -56,6 +79,10 @@ def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
 
 def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values."""
+    if _triton(weight):
+        from mxd.ops import kernels
+
+        return kernels.gather_dot(grad, indices, weight)
     if indices.numel() == 0:
         return weight.new_zeros(indices.shape)
     with torch.enable_grad():
@@ -66,7 +93,7 @@ def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _ByUnit:
-    """A selection of units sorted by unit: the transposed code's CSR structure."""
+    """A selection of units sorted by unit: the transposed code, row by row."""
 
     indices: Tensor
     version: int
@@ -95,37 +122,78 @@ def _by_unit(indices: Tensor, units: int) -> _ByUnit:
 
 
 def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int) -> Tensor:
-    """Return ``a^T @ rows`` for the sparse code ``a``: shape ``[units, rows' columns]``, as one CSR product."""
+    """Return ``a^T @ rows`` for the sparse code ``a``, shape ``[units, rows' columns]``: each unit sums its tokens."""
     plan = _by_unit(indices, units)
-    transposed = torch.sparse_csr_tensor(
-        plan.starts,
-        plan.tokens,
-        values.reshape(-1)[plan.order],
-        size=(units, len(indices)),
-        check_invariants=False,
+    if _triton(rows):
+        from mxd.ops import kernels
+
+        return kernels.scatter_rows(values, rows, plan.order, plan.starts, plan.tokens)
+    if plan.order.numel() == 0:
+        return rows.new_zeros(units, rows.shape[1])
+    weights = values.reshape(-1)[plan.order].to(rows.dtype)
+    return F.embedding_bag(
+        plan.tokens, rows, plan.starts, mode="sum", per_sample_weights=weights, include_last_offset=True
     )
-    return transposed @ rows
+
+
+def _topk(pre: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest of each row and their columns, exactly.
+
+    First the ``k`` groups with the largest maxima, which hold all of the ``k`` largest (found in the same way), then
+    those among their members. Group ``j`` of ``m`` is columns ``j, j + m, j + 2 m ...``, so that the maxima are taken
+    of whole vectors. Where that would not pay, or groups would differ in size, everything is searched.
+    """
+    groups = pre.shape[1] // GROUP
+    if groups <= 2 * k or pre.shape[1] % GROUP:
+        return pre.topk(k, sorted=False)
+    _, first = _topk(pre.unflatten(1, (GROUP, groups)).amax(1), k)
+    members = (first.unsqueeze(1) + torch.arange(0, pre.shape[1], groups, device=pre.device).view(-1, 1)).flatten(1)
+    values, chosen = pre.gather(1, members).topk(k, sorted=False)
+    return values, members.gather(1, chosen)
+
+
+def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest of ``x weight^T + bias`` of each row, with their indices, tile by tile."""
+    units = len(weight)
+    rows, size = TILES["cuda" if x.is_cuda else "cpu"]
+    tiles = -(-units * rows * x.element_size() // size)
+    width = -(-units // (tiles * GROUP**2)) * GROUP**2
+    buffer = x.new_empty(min(rows, len(x)), width)
+    values, indices = x.new_empty(len(x), k), torch.empty(len(x), k, dtype=torch.int64, device=x.device)
+    for start in range(0, len(x), rows):
+        part = x[start : start + rows]
+        found = []
+        for first in range(0, units, width):
+            own = weight[first : first + width]
+            pre = buffer[: len(part), : -(-len(own) // GROUP**2) * GROUP**2]
+            pre[:, len(own) :] = -torch.inf
+            torch.addmm(bias[first : first + width], part, own.T, out=pre[:, : len(own)])
+            top, place = _topk(pre, min(k, len(own)))
+            found.append((top, place + first))
+        tops, places = (torch.cat(pieces, 1) for pieces in zip(*found, strict=True))
+        if len(found) > 1:
+            tops, chosen = tops.topk(k, sorted=False)
+            places = places.gather(1, chosen)
+        values[start : start + rows], indices[start : start + rows] = tops, places
+    return values, indices
+
+
+def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As ``_largest``, among the ``2 k`` largest in bfloat16."""
+    low = torch.bfloat16
+    _, proposed = _largest(x.to(low), weight.to(low), bias.to(low), min(2 * k, len(weight)))
+    exact = _gather_dot(x, proposed, weight).add_(bias[proposed])
+    values, chosen = exact.topk(k, sorted=False)
+    return values, proposed.gather(1, chosen)
 
 
 class _TopKLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        tokens, units = len(x), len(weight)
-        values = x.new_empty(tokens, k)
-        indices = torch.empty(tokens, k, dtype=torch.int64, device=x.device)
-        block = max(1, BLOCK_BYTES // (units * x.element_size()))
-        block = max(block, 1024) if x.is_cuda else block
-        buffer = x.new_empty(min(block, tokens), units)
-        for start in range(0, tokens, block):
-            part = x[start : start + block]
-            pre = torch.addmm(bias, part, weight.T, out=buffer[: len(part)])
-            torch.topk(
-                pre,
-                k,
-                dim=-1,
-                sorted=False,
-                out=(values[start : start + block], indices[start : start + block]),
-            )
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, proposals: Proposals
+    ) -> tuple[Tensor, Tensor]:
+        search = _proposed if proposals == "bfloat16" else _largest
+        values, indices = search(x, weight, bias, k)
         values = values.relu_()
         ctx.save_for_backward(x, weight, values, indices)
         ctx.mark_non_differentiable(indices)
@@ -141,7 +209,7 @@ class _TopKLinear(torch.autograd.Function):
         grad_bias = None
         if ctx.needs_input_grad[2]:
             grad_bias = weight.new_zeros(len(weight)).index_add_(0, indices.reshape(-1), grad.reshape(-1))
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _SparseDecode(torch.autograd.Function):

@@ -258,3 +258,21 @@ def test_copy_base_refuses_another_shape(config, change):
     layer = config.model_copy(update=change).build().double()
     with pytest.raises(MxdError, match=r"cannot copy a base encoder of shape .*leave hidden and glu"):
         layer.copy_base(base_weights(False, True))
+
+
+# --- the transcoder start -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("glu", [False, True])
+def test_after_the_transcoder_start_an_mxd_is_the_transcoder_with_decoder_c(mlp, randomise, activation, glu):
+    config = MxDConfig(num_units=N, sparsity=TopKConfig(k=3), activation=activation, glu=glu).inherit(mlp)
+    layer = randomise(config.build())
+    layer.start(torch.zeros(config.d_in).double(), torch.randn(config.d_out).double(), "transcoder")
+    assert torch.equal(layer.expert_scale, torch.zeros_like(layer.expert_scale))
+    x = torch.randn(20, config.d_in, dtype=torch.float64)
+    torch.testing.assert_close(layer.encoder(x) @ layer.decoder, torch.ones(20, config.d_out, dtype=torch.float64))
+    layer.expert_scale.data.normal_()
+    code = layer.encode(x)
+    features = torch.zeros(20, N, dtype=torch.float64).scatter(1, code.indices, code.values)
+    torch.testing.assert_close(layer(x), features @ layer.expert_scale + layer.bias)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxd.ops import reference, sparse_decode, topk_linear
+from mxd.ops.sparse import _topk
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 SHAPES = [  # tokens, d_in, units, k
@@ -18,6 +19,8 @@ SHAPES = [  # tokens, d_in, units, k
     (13, 4, 9, 1),
     (6, 3, 8, 8),
     (33, 16, 70, 10),
+    (4, 3, 203, 4),  # three tiles; two stages
+    (4, 3, 190, 100),  # more than a tile's units
 ]
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
 
@@ -28,13 +31,10 @@ def _seed():
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """Make every block three rows of ``units`` float64 numbers, so that a call needs several, the last one partial."""
-
-    def set_rows(units, rows=3, itemsize=8):
-        monkeypatch.setattr("mxd.ops.sparse.BLOCK_BYTES", rows * units * itemsize)
-
-    return set_rows
+def small_tiles(monkeypatch):
+    """Make tiles of 3 tokens and about 88 units in float64: a call needs several, the last ones partial."""
+    tiles = (3, 3 * 88 * 8)
+    monkeypatch.setattr("mxd.ops.sparse.TILES", {"cpu": tiles, "cuda": tiles})
 
 
 def dense(values, indices, units):
@@ -66,8 +66,7 @@ def subsets(n):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("tokens", "d_in", "units", "k"), SHAPES)
-def test_topk_linear_is_the_reference(tokens, d_in, units, k, dtype, device, small_blocks):
-    small_blocks(units)
+def test_topk_linear_is_the_reference(tokens, d_in, units, k, dtype, device, small_tiles):
     inputs = topk_inputs(tokens, d_in, units, dtype, device)
     values, indices = topk_linear(*inputs, k)
     assert values.shape == indices.shape == (tokens, k)
@@ -79,9 +78,8 @@ def test_topk_linear_is_the_reference(tokens, d_in, units, k, dtype, device, sma
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("tokens", "d_in", "units", "k"), SHAPES)
-def test_topk_linear_gradients_are_the_references(tokens, d_in, units, k, dtype, device, small_blocks):
+def test_topk_linear_gradients_are_the_references(tokens, d_in, units, k, dtype, device, small_tiles):
     """Of x, weight and bias, and each of them is also right where others are frozen (and those get none)."""
-    small_blocks(units)
     inputs = topk_inputs(tokens, d_in, units, dtype, device)
     upstream = torch.randn(tokens, units, dtype=dtype, device=device)
     for wanted in subsets(3):
@@ -110,8 +108,7 @@ def test_sparse_decode_is_the_reference(tokens, d_out, units, k, dtype, device):
                 torch.testing.assert_close(got[i], oracle[i], **TOLERANCE[dtype])
 
 
-def test_topk_linear_gradcheck(small_blocks):
-    small_blocks(9)
+def test_topk_linear_gradcheck(small_tiles):
     inputs = [t.requires_grad_() for t in topk_inputs(8, 5, 9)]
     assert torch.autograd.gradcheck(lambda *p: dense(*topk_linear(*p, 4), 9), inputs)
 
@@ -133,13 +130,77 @@ def test_second_derivatives_are_refused():
             first.sum().backward(retain_graph=True)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 8 * 11, 8 * 11 * 7, 8 * 11 * 26, 2**20])
-def test_the_block_size_does_not_change_the_result(block_bytes, monkeypatch):
-    """Blocks smaller than one row, of one row, that do and do not divide the 26 tokens, and larger than all."""
-    inputs = topk_inputs(26, 4, 11)
-    monkeypatch.setattr("mxd.ops.sparse.BLOCK_BYTES", block_bytes)
-    got = dense(*topk_linear(*inputs, 5), 11)
-    torch.testing.assert_close(got, dense(*reference.topk_linear(*inputs, 5), 11), **TOLERANCE[torch.float64])
+@pytest.mark.parametrize("tiles", [(1, 1), (1, 100), (5, 8), (13, 16), (26, 24), (100, 100)])
+@pytest.mark.parametrize(("units", "k"), [(11, 5), (64, 1), (83, 3)])
+def test_the_tile_size_does_not_change_the_result(tiles, units, k, monkeypatch):
+    """Tiles of one token or all, that do and do not divide the tokens and units, and larger than both."""
+    inputs = topk_inputs(26, 4, units)
+    monkeypatch.setattr("mxd.ops.sparse.TILES", {"cpu": (tiles[0], 8 * tiles[0] * tiles[1])})
+    got = dense(*topk_linear(*inputs, k), units)
+    torch.testing.assert_close(got, dense(*reference.topk_linear(*inputs, k), units), **TOLERANCE[torch.float64])
+
+
+def test_two_stages_find_the_largest_wherever_they_are():
+    """All in one group, one in each, in the first and last columns, and the rest equal or minus infinity."""
+    pre = torch.full((5, 80), -torch.inf)
+    pre[0, ::10] = torch.arange(8.0)  # one group: columns 0, 10, 20 ...
+    pre[1, :10] = torch.arange(10.0)  # one in each group
+    pre[2, -3:] = torch.tensor([3.0, 1.0, 2.0])
+    pre[3] = 1.0
+    pre[4, 40] = 5.0
+    values, indices = _topk(pre, 3)
+    torch.testing.assert_close(values.sort().values, pre.topk(3).values.flip(1))
+    torch.testing.assert_close(pre.gather(1, indices), values)
+    assert all(len(set(row)) == 3 for row in indices.tolist())
+
+
+def bfloat16_case(kind, tokens=256, d=64, units=4096):
+    x, weight, bias = topk_inputs(tokens, d, units, torch.float32)
+    if kind == "clustered":  # all units nearly alike, so that bfloat16 cannot order them
+        weight = weight[:1] + 1e-3 * weight
+    if kind == "offset":  # a large common bias eats bfloat16's digits
+        bias = bias + 50
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("kind", ["normal", "clustered", "offset"])
+@pytest.mark.parametrize("k", [1, 8, 32])
+def test_bfloat16_proposals_are_as_large_as_the_largest(kind, k):
+    """The chosen values are exact, and the n-th largest is at most two roundings below the true n-th largest.
+
+    A unit is lost only if k others beat it in bfloat16, so what replaces it is off by at most twice the error of a
+    bfloat16 pre-activation: 2^-7 of ``sum_i |x_i w_i| + |b|`` (three roundings of relative size 2^-9 each, doubled).
+    """
+    x, weight, bias = bfloat16_case(kind)
+    values, indices = topk_linear(x, weight, bias, k, "bfloat16")
+    pre = torch.relu(x @ weight.T + bias)
+    torch.testing.assert_close(values, pre.gather(1, indices), rtol=1e-5, atol=1e-4)
+    assert all(len(set(row)) == k for row in indices.tolist())
+    lost = pre.topk(k).values - values.sort(descending=True).values
+    error = (x.abs() @ weight.abs().T + bias.abs()).amax(1, keepdim=True) * 2**-7
+    assert (lost <= 2 * error).all()
+    if kind == "normal":  # what training meets: the same units, but for one in a thousand at most
+        same = (dense(values, indices, len(weight)) > 0) == (
+            dense(*reference.topk_linear(x, weight, bias, k), 4096) > 0
+        )
+        assert (~same).sum() <= 2e-3 * values.numel()
+
+
+def test_bfloat16_proposals_have_the_gradients_of_the_units_they_chose():
+    x, weight, bias = (t.requires_grad_() for t in bfloat16_case("normal", 16, 8, 200))
+    values, indices = topk_linear(x, weight, bias, 5, "bfloat16")
+    upstream = torch.randn(16, 5)
+    got = torch.autograd.grad((values * upstream).sum(), (x, weight, bias))
+    chosen = torch.relu(x @ weight.T + bias).gather(1, indices)
+    oracle = torch.autograd.grad((chosen * upstream).sum(), (x, weight, bias))
+    torch.testing.assert_close(got, oracle, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_proposals_with_k_near_the_number_of_units():
+    x, weight, bias = bfloat16_case("normal", 5, 4, 11)
+    for k in (6, 11):
+        got = dense(*topk_linear(x, weight, bias, k, "bfloat16"), 11)
+        torch.testing.assert_close(got, dense(*reference.topk_linear(x, weight, bias, k), 11))
 
 
 def test_ties_keep_exactly_k_of_the_tied_units():
@@ -178,8 +239,7 @@ def test_a_pre_activation_of_exactly_zero_passes_no_gradient():
     assert weight.grad.tolist() == [[0, 0], [0, 3]]
 
 
-def test_non_contiguous_inputs(small_blocks):
-    small_blocks(10)
+def test_non_contiguous_inputs(small_tiles):
     x = torch.randn(4, 24, dtype=torch.float64).T[::2]
     weight = torch.randn(4, 10, dtype=torch.float64).T
     bias = torch.randn(20, dtype=torch.float64)[::2]
@@ -263,10 +323,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_the_dense_code_is_never_built(small_blocks):
+def test_the_dense_code_is_never_built(small_tiles):
     """Neither forward nor backward allocates anything near ``tokens * units``; the reference does."""
     tokens, d, units, k = 64, 4, 512, 2
-    small_blocks(units)
     x, weight, bias = (t.requires_grad_() for t in topk_inputs(tokens, d, units))
     with LargestTensor() as ours:
         sparse_decode(*topk_linear(x, weight, bias, k), weight).sum().backward()

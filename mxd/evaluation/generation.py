@@ -1,0 +1,237 @@
+"""Does it write what the base model writes? Greedy continuations by the base and by spliced models, compared.
+
+The protocol is that of the MxD paper (arXiv 2505.21364, app. B.1): the first 4 words of 512 texts, 32 new tokens each,
+and the share of prompts whose continuations agree in the first n tokens. One early difference changes everything
+after it, so this is a harder test than top-1 agreement on given text.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mxd.errors import MxdError
+from mxd.evaluation.faithfulness import Sets
+from mxd.model import FrozenModel
+from mxd.progress import progress
+from mxd.splice import spliced
+
+Z = 1.959964
+"""Standard normal quantile of a two-sided 95% interval."""
+
+
+def prompts(
+    texts: Iterable[str], tokenizer: Any, words: int = 4, limit: int = 512, bos: bool = True
+) -> list[list[int]]:
+    """Return the first words of texts as token ids.
+
+    White space between the words stays as it is in the text. Texts with fewer words are skipped, and so are openings
+    that came before: a greedy continuation is a function of its prompt, so a repeat would count one outcome twice.
+
+    Args:
+        texts: documents; read only as far as needed.
+        tokenizer: a Hugging Face tokenizer.
+        words: words in a prompt, as divided by white space.
+        limit: prompts to return at most.
+        bos: begin each prompt with BOS where the tokenizer has one.
+
+    Raises:
+        MxdError: no text has that many words, ``words`` or ``limit`` is below 1, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise MxdError("the base model has no tokenizer; load the model with one, or give prompts as token ids.")
+    for name, value in (("words", words), ("limit", limit)):
+        _check_positive(name, value)
+    opening = re.compile(rf"\s*(\S+(?:\s+\S+){{{words - 1}}})")
+    found: dict[str, None] = {}
+    for text in texts:
+        if match := opening.match(text):
+            found[match[1]] = None
+        if len(found) == limit:
+            break
+    if not found:
+        raise MxdError(f"no prompts: no text has {words} words; give other texts or a smaller number of words.")
+    head = [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
+    return [head + ids for ids in tokenizer(list(found), add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+@torch.no_grad()
+def greedy(
+    model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int = 32, batch: int = 32
+) -> Int[Tensor, "prompts new_tokens"]:
+    """Continue each prompt with the most probable token, ``new_tokens`` times; also inside ``spliced``.
+
+    Generation does not stop at EOS, so that all continuations have one length. Prompts of one length run together,
+    without padding: no attention mask, no shifted positions, nothing but real tokens for a splice to look at. Each step
+    computes the new token only, from the model's key-value cache.
+
+    Args:
+        model: the frozen model.
+        prompts: token ids.
+        new_tokens: tokens to add.
+        batch: prompts in one forward.
+
+    Returns:
+        The added tokens, in the order of the prompts, on the CPU.
+
+    Raises:
+        MxdError: no prompts, a prompt that is empty, foreign to the vocabulary or too long for the model's positions
+            together with its continuation, or ``new_tokens`` or ``batch`` below 1.
+    """
+    _check(model, prompts, new_tokens, batch)
+    return _greedy(model, prompts, new_tokens, batch, lambda amount: None)
+
+
+def generation_match(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"]) -> Float[Tensor, " n"]:
+    """Return the share of prompts whose first n tokens are the same in both, for n = 1, 2, ... (paper, app. B.1)."""
+    return _agreeing(base, spliced_in).double().mean(0)
+
+
+def wilson_interval(share: Float[Tensor, " n"], count: int, z: float = Z) -> Float[Tensor, "2 n"]:
+    """Return lower and upper ends of the Wilson score interval of shares of ``count`` independent trials.
+
+    Its ends are the true shares p with ``|share - p| = z sqrt(p (1 - p) / count)`` (Wilson 1927, JASA 22:209), so that
+    it says something at shares of 0 and 1, too, where a binomial standard error is 0.
+    """
+    shrink = 1 + z**2 / count
+    centre = (share + z**2 / (2 * count)) / shrink
+    half = z / shrink * (share * (1 - share) / count + z**2 / (4 * count**2)).sqrt()
+    return torch.stack([centre - half, centre + half]).clamp(0, 1)
+
+
+@torch.no_grad()
+def evaluate_generation(
+    model: FrozenModel,
+    sets: Sets,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int = 32,
+    batch: int = 32,
+    masked_ids: Sequence[int] | None = None,
+    examples: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Measure how long each set of replacements writes what the base model writes.
+
+    The base model's continuations are computed once, in the same batches as the spliced models'. Everything is checked
+    before anything runs.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        prompts: token ids.
+        new_tokens: tokens to add to each prompt.
+        batch: prompts in one forward.
+        masked_ids: tokens at which the base MLP answers; by default those each replacement was trained without.
+        examples: of that many first prompts the tokens are returned (the paper shows 8).
+
+    Returns:
+        Name -> ``match`` for n = 1 ... ``new_tokens`` with the ends of its 95% Wilson interval ``match_low`` and
+        ``match_high``; ``agreed``, for each prompt the number of tokens before the first difference, with its mean
+        ``agreed_tokens`` and standard error ``agreed_tokens_se`` over prompts; ``prompts`` and ``new_tokens``, their
+        numbers; ``examples``, token ids of ``prompt``, ``base`` and ``spliced``.
+
+    Raises:
+        MxdError: as ``greedy``; no sets, or replacements that do not fit the model.
+    """
+    _check(model, prompts, new_tokens, batch)
+    if not sets or not all(sets.values()):
+        raise MxdError("nothing to evaluate: give at least one replacement in each set.")
+    for members in sets.values():
+        with spliced(model, members, masked_ids):  # only to hear now what does not fit
+            pass
+    results = {}
+    with progress(f"generating with {len(sets)} splices", (1 + len(sets)) * len(prompts) * new_tokens) as advance:
+        base = _greedy(model, prompts, new_tokens, batch, advance)
+        for name, members in sets.items():
+            with spliced(model, members, masked_ids):
+                changed = _greedy(model, prompts, new_tokens, batch, advance)
+            results[name] = _summary(base, changed) | {
+                "examples": [
+                    {"prompt": list(prompts[i]), "base": base[i].tolist(), "spliced": changed[i].tolist()}
+                    for i in range(min(examples, len(prompts)))
+                ]
+            }
+    return results
+
+
+def _greedy(
+    model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int, advance: Callable[[int], None]
+) -> Int[Tensor, "prompts new_tokens"]:
+    added = torch.empty(len(prompts), new_tokens, dtype=torch.long)
+    for numbers in _batches(prompts, batch):
+        ids = torch.tensor([list(prompts[number]) for number in numbers], device=model.device)
+        added[numbers] = _continue(model, ids, new_tokens).cpu()
+        advance(len(numbers) * new_tokens)
+    return added
+
+
+def _batches(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
+    """Return the numbers of all prompts in batches of prompts of one length."""
+    by_length: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(number)
+    return [same[i : i + batch] for same in by_length.values() for i in range(0, len(same), batch)]
+
+
+def _continue(model: FrozenModel, ids: Int[Tensor, "batch seq"], new_tokens: int) -> Int[Tensor, "batch new_tokens"]:
+    """Return the greedy continuations of prompts of one length; a model without a cache is given everything again."""
+    whole, fed, cache = ids, ids, None
+    for _ in range(new_tokens):
+        out = model.module(input_ids=fed, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        chosen = out.logits[:, -1].argmax(-1, keepdim=True).to(ids.device)
+        whole = torch.cat([whole, chosen], 1)
+        fed = whole if cache is None else chosen
+    return whole[:, ids.shape[1] :]
+
+
+def _agreeing(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"]) -> Bool[Tensor, "prompts n"]:
+    """Return where all tokens up to and including this one are the same."""
+    return (base == spliced_in).cumprod(-1).bool()
+
+
+def _summary(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"]) -> dict[str, Any]:
+    count, new_tokens = base.shape
+    match = generation_match(base, spliced_in)
+    low, high = wilson_interval(match, count)
+    agreed = _agreeing(base, spliced_in).sum(-1)
+    return {
+        "match": match.tolist(),
+        "match_low": low.tolist(),
+        "match_high": high.tolist(),
+        "agreed": agreed.tolist(),
+        "agreed_tokens": float(agreed.double().mean()),
+        "agreed_tokens_se": float(agreed.double().std()) / math.sqrt(count) if count > 1 else math.inf,
+        "prompts": count,
+        "new_tokens": new_tokens,
+    }
+
+
+def _check(model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> None:
+    for name, value in (("new_tokens", new_tokens), ("batch", batch)):
+        _check_positive(name, value)
+    if not prompts:
+        raise MxdError("no prompts to continue; give at least one list of token ids.")
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise MxdError(f"prompt {number} has no tokens; give it a word, or begin it with BOS.")
+        if not (min(prompt) >= 0 and max(prompt) < config.vocab_size):
+            raise MxdError(
+                f"prompt {number} holds token ids {min(prompt)} ... {max(prompt)}; {model.source!r} has tokens 0 ... "
+                f"{config.vocab_size - 1}. Make prompts with the model's own tokenizer."
+            )
+        if len(prompt) + new_tokens > positions:
+            raise MxdError(
+                f"prompt {number} of {len(prompt)} tokens and {new_tokens} new ones do not fit into the {positions} "
+                f"positions of {model.source!r}; shorten the prompt or lower new_tokens."
+            )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise MxdError(f"{name} is {value}; expected at least 1.")

@@ -1,0 +1,189 @@
+"""Triton kernels of the sparse operations, for CUDA. The only file that imports triton; imported where they run.
+
+All three sum rows that are scaled and scattered in memory, and never form a dense code. A program reads tiles of
+``[rows, columns]`` numbers, whose loads are independent of one another, adds them up in float32 (in float64 for float64
+rows) and sums over the tile once, at its end. No atomics: the same inputs give the same bits.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+TILE = 2048
+"""Numbers in a tile at most: 16 for each thread of a program."""
+
+
+def gather_sum(
+    values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
+) -> Float[Tensor, "tokens d"]:
+    """Return ``sum_k values[t, k] * weight[indices[t, k]]`` for every token t, in the dtype of ``weight``."""
+    (tokens, k), d = indices.shape, weight.shape[1]
+    if 0 in (tokens, k, d):
+        return weight.new_zeros(tokens, d)
+    out = weight.new_empty(tokens, d)
+    rows, columns = _tile(k, 8, d)
+    with torch.cuda.device_of(weight):
+        _gather_sum[(tokens, _blocks(d, columns))](
+            out, values.contiguous(), indices.contiguous(), weight.contiguous(), k, d, rows, columns, _sum_type(weight)
+        )
+    return out
+
+
+def gather_dot(
+    grad: Float[Tensor, "tokens d"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
+) -> Float[Tensor, "tokens k"]:
+    """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k, in the dtype of ``weight``."""
+    (tokens, k), d = indices.shape, weight.shape[1]
+    if 0 in (tokens, k, d):
+        return weight.new_zeros(tokens, k)
+    out = weight.new_empty(tokens, k)
+    rows, columns = _tile(k, 32, d)
+    with torch.cuda.device_of(weight):
+        _gather_dot[(tokens, _blocks(k, rows))](
+            out, grad.contiguous(), indices.contiguous(), weight.contiguous(), k, d, rows, columns, _sum_type(weight)
+        )
+    return out
+
+
+def scatter_rows(
+    values: Float[Tensor, "tokens k"],
+    rows: Float[Tensor, "tokens d"],
+    order: Int[Tensor, " chosen"],
+    starts: Int[Tensor, " units_and_one"],
+    tokens: Int[Tensor, " chosen"],
+) -> Float[Tensor, "units d"]:
+    """Return ``a^T @ rows`` for the sparse code ``a``, in the dtype of ``rows``; units never chosen get zeros.
+
+    Args:
+        values: the code's values.
+        rows: what is summed: ``out[n] = sum over the (t, k) that chose unit n of values[t, k] * rows[t]``.
+        order: positions in the flat ``values``, sorted by unit.
+        starts: where each unit's stretch of ``order`` begins, and the length of ``order``.
+        tokens: the token of each position, ``order // k``.
+    """
+    units, d = len(starts) - 1, rows.shape[1]
+    if 0 in (len(order), units, d):
+        return rows.new_zeros(units, d)
+    out = rows.new_empty(units, d)
+    count, columns = _tile(len(values), 16, d)
+    with torch.cuda.device_of(rows):
+        _scatter_rows[(units, _blocks(d, columns))](
+            out,
+            values.contiguous(),
+            rows.contiguous(),
+            order.contiguous(),
+            starts.contiguous(),
+            tokens.contiguous(),
+            d,
+            count,
+            columns,
+            _sum_type(rows),
+        )
+    return out
+
+
+def _tile(rows: int, most_rows: int, columns: int) -> tuple[int, int]:
+    """Return a tile's rows and columns, powers of two."""
+    rows = min(triton.next_power_of_2(rows), most_rows)
+    return rows, min(triton.next_power_of_2(columns), TILE // most_rows)
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _sum_type(tensor: Tensor) -> Any:
+    return tl.float64 if tensor.dtype is torch.float64 else tl.float32
+
+
+# Kernels are compiled from their source and must not be wrapped: no_type_check keeps jaxtyping's import hook away.
+
+
+@triton.jit
+@no_type_check
+def _gather_sum(
+    out,
+    values,
+    indices,
+    weight,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.full((ROWS, COLUMNS), 0, SUM)
+    for first in range(0, K, ROWS):
+        slot = first + tl.arange(0, ROWS)
+        value = tl.load(values + token * K + slot, mask=slot < K, other=0).to(SUM)
+        unit = tl.load(indices + token * K + slot, mask=slot < K, other=0)
+        inside = (slot < K)[:, None] & (column < D)[None, :]
+        row = tl.load(weight + unit[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
+        total += value[:, None] * row
+    tl.store(out + token * D + column, tl.sum(total, 0), mask=column < D)
+
+
+@triton.jit
+@no_type_check
+def _gather_dot(
+    out,
+    grad,
+    indices,
+    weight,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    unit = tl.load(indices + token * K + slot, mask=slot < K, other=0)
+    total = tl.full((ROWS, COLUMNS), 0, SUM)
+    for first in range(0, D, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        upstream = tl.load(grad + token * D + column, mask=column < D, other=0).to(SUM)
+        inside = (slot < K)[:, None] & (column < D)[None, :]
+        row = tl.load(weight + unit[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
+        total += upstream[None, :] * row
+    tl.store(out + token * K + slot, tl.sum(total, 1), mask=slot < K)
+
+
+# One program sums a whole list, however long. Most are shorter than a tile (4,096 tokens, K = 32, N = 21,490: six on
+# average) and none is longer than the tokens: at 4,096 that is 256 tiles in a row, while other units' programs fill
+# the rest of the chip. Cutting long lists up would cost every unit a second pass over partial sums.
+@triton.jit
+@no_type_check
+def _scatter_rows(
+    out,
+    values,
+    rows,
+    order,
+    starts,
+    tokens,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    unit = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.full((ROWS, COLUMNS), 0, SUM)
+    first = tl.load(starts + unit)
+    end = tl.load(starts + unit + 1)
+    while first < end:  # not a range, whose loaded ends Triton 3.6's interpreter cannot read under NumPy 2.4
+        place = first + tl.arange(0, ROWS)
+        position = tl.load(order + place, mask=place < end, other=0)
+        token = tl.load(tokens + place, mask=place < end, other=0)
+        value = tl.load(values + position, mask=place < end, other=0).to(SUM)
+        inside = (place < end)[:, None] & (column < D)[None, :]
+        row = tl.load(rows + token[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
+        total += value[:, None] * row
+        first += ROWS
+    tl.store(out + unit * D + column, tl.sum(total, 0), mask=column < D)

@@ -1,0 +1,196 @@
+"""Time a whole run, live and from a cache, and evaluation; where the time goes, as shares.
+
+    python scripts/fetch_models.py
+    python scripts/bench_run.py [--batches 16] [--json FILE] [--check]
+    python scripts/bench_run.py --model tiny-gpt2 --layer 2 --expansion 32
+
+A run of 4 methods x 4 K at one block: the base model's forward alone, each replacement's step alone on one batch (the
+median), then `mxd train` as it is, reading live and reading a cache; what the run takes beyond forward and steps is its
+overhead. Evaluation: one replacement of the block against eight.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxd.activations import Batch
+from mxd.checkpoint import versions
+from mxd.config import RunConfig, parse_config
+from mxd.data import documents, token_blocks
+from mxd.evaluation.faithfulness import evaluate
+from mxd.model import FrozenModel, load_frozen
+from mxd.train import activation_stream, cache_activations, new_job, plan_layers, train, train_step
+
+SMOLLM2 = "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
+REPLACEMENTS: list[dict[str, Any]] = [
+    {"method": "mxd"},
+    {"method": "transcoder"},
+    {"method": "transcoder", "skip": True},
+    {"method": "cp_mumoe"},
+]
+KS = [4, 8, 16, 32]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the wall time of a call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def configure(args: argparse.Namespace, folder: str, run: str, **data: Any) -> RunConfig:
+    """The run's config."""
+    batch = 4096
+    return parse_config(
+        {
+            "run": run,
+            "out": folder,
+            "layers": [args.layer],
+            "model": {"source": args.model},
+            "data": data,
+            "sizing": {"expansion": args.expansion},
+            "replacements": [{**method, "sparsity": {"kind": "topk", "k": KS}} for method in REPLACEMENTS],
+            "training": {
+                "recipe": "short",
+                "tokens": args.batches * batch,
+                "buffer_tokens": min(args.batches, 16) * batch,
+                "save_every": 10**9,
+            },
+        }
+    )
+
+
+def forward_seconds(config: RunConfig, base: FrozenModel) -> float:
+    """The base model's forward over the run's contexts, up to the block, and nothing else."""
+    data = config.data
+    blocks = token_blocks(documents(data.source, data.split), base.tokenizer, data.context, data.bos, config.seed)
+    rows = blocks(0)
+    each = 4096 // data.context
+    counted = data.context - bool(base.tokenizer.bos_token_id is not None and data.bos)  # BOS is masked
+    forwards = -(-config.training.steps * config.training.batch_tokens // (each * counted))
+    ids = [torch.stack([torch.from_numpy(next(rows).astype("int64")) for _ in range(each)]) for _ in range(forwards)]
+    base.record(ids[0], config.layers)
+    return seconds(lambda: [base.record(part, config.layers) for part in ids])
+
+
+def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str, float]:
+    """The median time of one step of each replacement, alone on one batch."""
+    batch = next(activation_stream(config, base))
+    found = {}
+    for name, (number, layer) in plan_layers(config, base).items():
+        job = new_job(name, number, layer, config.seed, base.device)
+        x, y = batch.sites[number]
+        times = [seconds(lambda job=job, x=x, y=y: train_step(job, x, y, 1e-4, 4096)) for _ in range(repeats + 1)]
+        found[name] = statistics.median(times[1:])
+    return found
+
+
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Collect the times `mxd train` spends waiting for a batch."""
+    import importlib
+
+    module = importlib.import_module("mxd.train")
+    original, waits = module._Run.next_batch, []
+
+    def timed(self: Any, stream: Iterator[Batch]) -> Batch:
+        begin = time.perf_counter()
+        try:
+            return original(self, stream)
+        finally:
+            waits.append(time.perf_counter() - begin)
+
+    module._Run.next_batch = timed
+    try:
+        yield waits
+    finally:
+        module._Run.next_batch = original
+
+
+def runs(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, Any]:
+    """Measure the run's parts, the live run and the cached run."""
+    live = configure(args, folder, "live")
+    cached = configure(args, folder, "cached", cache=f"{folder}/cache")
+    steps = step_seconds(live, base, args.repeats)
+    found: dict[str, Any] = {"steps": steps, "forward": forward_seconds(live, base)}
+    found["all steps"] = args.batches * sum(steps.values())
+    with waiting() as waits:
+        found["live run"] = seconds(lambda: train(live, model=base))
+        found["live run, waiting"] = sum(waits)
+    found["writing the cache"] = seconds(lambda: cache_activations(live, Path(folder) / "cache", model=base))
+    with waiting() as waits:
+        found["cached run"] = seconds(lambda: train(cached, model=base))
+        found["cached run, waiting"] = sum(waits)
+    return found
+
+
+def evaluations(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, float]:
+    """Measure the evaluation of one replacement and of eight."""
+    config = configure(args, folder, "evaluation")
+    layers = {name: layer.build() for name, (_, layer) in plan_layers(config, base).items()}
+    text = documents("bundled", "validation")
+    blocks = token_blocks(text, base.tokenizer, config.data.context, seed=0, repeat=False)
+    names = list(layers)[::2][:8]
+    return {
+        f"evaluating {n}": seconds(
+            lambda n=n: evaluate(base, {name: {args.layer: layers[name]} for name in names[:n]}, blocks, args.tokens)
+        )
+        for n in (1, 8)
+    }
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """Return the targets missed, each as one line."""
+    ratios = {
+        "live run / (forward + steps)": (found["live run"] / (found["forward"] + found["all steps"]), 1.10),
+        "cached run, waiting / whole": (found["cached run, waiting"] / found["cached run"], 0.05),
+        "evaluating 8 / evaluating 1": (found["evaluating 8"] / found["evaluating 1"], 3.0),
+    }
+    for name, (got, most) in ratios.items():
+        print(f"{name}: {got:.3f}, at most {most}")
+    return [f"{name}: {got:.3f}, at most {most}" for name, (got, most) in ratios.items() if got > most]
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SMOLLM2)
+    parser.add_argument("--layer", type=int, default=9)
+    parser.add_argument("--expansion", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=16, help="batches of 4,096 tokens in a run")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens evaluated")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 and name each target that is missed")
+    args = parser.parse_args()
+    base = load_frozen(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        found = runs(args, base, folder) | evaluations(args, base, folder)
+    tokens = args.batches * 4096
+    print(f"{base.source}, block {args.layer}, {tokens:,} tokens, {torch.get_num_threads()} threads\n")
+    print("| | seconds | share of the live run | tokens/s |\n|---|---|---|---|")
+    for name in ("forward", "all steps", "live run", "live run, waiting", "cached run", "cached run, waiting"):
+        print(f"| {name} | {found[name]:.2f} | {found[name] / found['live run']:.1%} | {tokens / found[name]:,.0f} |")
+    for name in ("writing the cache", "evaluating 1", "evaluating 8"):
+        print(f"| {name} | {found[name]:.2f} | | |")
+    print()
+    misses = missed(found)
+    if args.json:
+        machine = {"threads": torch.get_num_threads()}
+        args.json.write_text(json.dumps({"machine": machine, "versions": versions(), **found}, indent=2) + "\n")
+    if args.check:
+        print("\n".join(misses) or "every target is met")
+        sys.exit(1 if misses else 0)
+
+
+if __name__ == "__main__":
+    main()
