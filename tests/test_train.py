@@ -170,6 +170,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> 
 
 
 def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
     whole = train(small(tmp_path, run="whole"))
     config = small(tmp_path, run="cut")
     module = importlib.import_module("mxd.train")
@@ -188,7 +189,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(module, "train_step", real)
     train(config, resume=True)
     assert_same_run(whole, config.folder)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
