@@ -518,6 +518,25 @@ def test_caching_a_config_that_names_a_cache_runs_the_model(tmp_path, gpt2, text
     assert contents(tmp_path / "anew") == contents(cached)
 
 
+def test_caching_goes_on_where_it_stopped(tmp_path, gpt2, text, cached):
+    folder = tmp_path / "grown"
+    for tokens in (256, 200, 640):  # one shard, nothing to do, the rest
+        cache_activations(run(tmp_path, text, training={"tokens": tokens}), folder, gpt2)
+        assert cached_tokens(folder) == max(tokens, 256)
+    assert contents(folder) == contents(cached)
+
+
+def test_caching_asks_for_room_for_all_its_layers_and_tokens(tmp_path, gpt2, text, monkeypatch):
+    need = 640 * (8 + 2 * 2 * 32 * 4)
+    free(monkeypatch, need - 1)
+    with pytest.raises(MxdError, match=r"are free at .*none; lower training\.tokens"):
+        cache_activations(run(tmp_path, text), tmp_path / "none", gpt2)
+    assert names(tmp_path) == []
+    free(monkeypatch, need)
+    cache_activations(run(tmp_path, text), tmp_path / "all", gpt2)
+    assert cached_tokens(tmp_path / "all") == 640
+
+
 @pytest.fixture(scope="module")
 def other_gpt2(build_model, tokenizer):
     """The same architecture with other weights."""

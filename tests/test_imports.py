@@ -20,12 +20,14 @@ ORDER = [
     "model",
     "data",
     "activations",
+    "hub",
+    "card",
     "checkpoint",
     "cache",
-    "hub",
     "formats",
     "config",
     "splice",
+    "export",
     "train",
     "evaluation",
     "report",
@@ -45,7 +47,7 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py")) if "assets" not in path.parts}
 
 
 def imports(name):

@@ -14,13 +14,14 @@ from torch.autograd.function import once_differentiable
 
 Proposals = Literal["float32", "bfloat16"]
 
-TILES = {"cpu": (1024, 2**24), "cuda": (8192, 2**33)}
+TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 """Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
 
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
 
+_SUM = 0  # the mode of embedding_bag
 _through_triton = False
 
 
@@ -77,20 +78,6 @@ def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     return F.embedding_bag(indices, weight, per_sample_weights=values, mode="sum")
 
 
-def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
-    """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values."""
-    if _triton(weight):
-        from mxd.ops import kernels
-
-        return kernels.gather_dot(grad, indices, weight)
-    if indices.numel() == 0:
-        return weight.new_zeros(indices.shape)
-    with torch.enable_grad():
-        probe = torch.zeros(indices.shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
-        bag = F.embedding_bag(indices, weight.detach(), per_sample_weights=probe, mode="sum")
-    return torch.autograd.grad(bag, probe, grad.contiguous())[0]
-
-
 @dataclass(frozen=True)
 class _ByUnit:
     """A selection of units sorted by unit: the transposed code, row by row."""
@@ -119,6 +106,24 @@ def _by_unit(indices: Tensor, units: int) -> _ByUnit:
     tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
     _last[:] = [_ByUnit(indices, indices._version, units, order, starts, tokens)]
     return _last[0]
+
+
+def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+    """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values.
+
+    Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache.
+    """
+    if _triton(weight):
+        from mxd.ops import kernels
+
+        return kernels.gather_dot(grad, indices, weight)
+    if indices.numel() == 0:
+        return weight.new_zeros(indices.shape)
+    plan = _by_unit(indices, len(weight))
+    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        weight, grad.contiguous(), plan.tokens, plan.starts, indices.reshape(-1)[plan.order], _SUM
+    )
+    return torch.empty_like(dots).index_copy_(0, plan.order, dots).view(indices.shape)
 
 
 def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int) -> Tensor:

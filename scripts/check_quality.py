@@ -1,0 +1,137 @@
+"""Does the fast path train as well as plain dense operations? Held-out normalized MSE of each path.
+
+    python scripts/check_quality.py CONFIG [--set training.tokens=1048576 ...] [--seeds 3] [--json FILE] [--check]
+
+From one stream of activations each replacement of the config is trained three times for each seed, from the same
+initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
+the sparse operations of `mxd train` (`float32`), and with `training.proposals: bfloat16`. With --check the script exits
+1 if a path's mean differs from plain's by more than twice the standard error over the seeds of plain itself.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mxd.config import DataConfig, RunConfig, load_config
+from mxd.evaluation.checkpoints import held_out_blocks
+from mxd.evaluation.faithfulness import Reconstruction
+from mxd.model import FrozenModel, load_frozen
+from mxd.ops import reference
+from mxd.progress import progress
+from mxd.train import Job, activation_stream, learning_rate, new_job, plan_layers, train_step
+
+PATHS = ("plain", "float32", "bfloat16")
+
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Dense codes and dense products in place of the sparse operations."""
+
+    def topk_linear(x: Any, weight: Any, bias: Any, k: int, proposals: Any) -> Any:
+        return reference.topk_linear(x, weight, bias, k)
+
+    with (
+        mock.patch("mxd.layers.sparsity.topk_linear", topk_linear),
+        mock.patch("mxd.layers.base.sparse_decode", reference.sparse_decode),
+    ):
+        yield
+
+
+def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> dict[tuple[str, str, int], Job]:
+    """Train every replacement on every path with every seed; keys are (replacement, path, seed)."""
+    training = config.training
+    jobs = {
+        (name, path, seed): new_job(
+            name, number, layer, seed, base.device, "bfloat16" if path == "bfloat16" else "float32"
+        )
+        for name, (number, layer) in plan_layers(config, base).items()
+        for path in PATHS
+        for seed in range(seeds)
+    }
+    stream = activation_stream(config, base)
+    with progress(f"training {len(jobs)} replacements", training.steps * training.batch_tokens) as advance:
+        for step in range(training.steps):
+            batch = next(stream)
+            for (_, path, _), job in jobs.items():
+                x, y = batch.sites[job.number]
+                if step == 0:
+                    job.layer.start(*batch.means[job.number], training.settings.start)
+                seen = (step + 1) * training.batch_tokens
+                rate = learning_rate(step, training)
+                if path == "plain":
+                    with plain_operations():
+                        train_step(job, x, y, rate, seen)
+                else:
+                    train_step(job, x, y, rate, seen)
+            advance(training.batch_tokens)
+    return jobs
+
+
+@torch.no_grad()
+def held_out(config: RunConfig, base: FrozenModel, jobs: dict[Any, Job], tokens: int) -> dict[Any, float]:
+    """Normalized MSE of every job on the validation text, special tokens left out."""
+    for job in jobs.values():
+        job.layer.eval()
+    found = {key: Reconstruction(job.layer, None) for key, job in jobs.items()}
+    text = DataConfig.model_validate(config.data.model_dump() | {"split": "validation"})
+    blocks = held_out_blocks(base, text)(0)
+    special = torch.tensor(base.tokenizer.all_special_ids)
+    for _ in range(math.ceil(tokens / text.context)):
+        ids = torch.from_numpy(next(blocks)).long()[None]
+        kept = ~torch.isin(ids, special)
+        for number, (x, y) in base.record(ids, config.layers).items():
+            for key, job in jobs.items():
+                if job.number == number:
+                    found[key].see(x[kept], y[kept])
+    return {key: one.report()["normalized_mse"] for key, one in found.items()}
+
+
+def main() -> None:
+    """Parse, train, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the config to change")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--held-out", type=int, default=32_768, help="held-out tokens")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    config = load_config(
+        args.config, [word for one in args.set for word in (f"--{one.split('=', 1)[0]}", one.split("=", 1)[1])]
+    )
+    base = load_frozen(config.model.source, device="cpu")
+    jobs = train_all(config, base, args.seeds)
+    errors = held_out(config, base, jobs, args.held_out)
+    print(f"{config.model.source}, {config.training.tokens:,} tokens, held-out normalized MSE, {args.seeds} seeds\n")
+    print("| replacement | path | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean | against plain |")
+    print("|---|---|" + "---|" * (args.seeds + 2))
+    worse, rows = [], []
+    for name in dict.fromkeys(name for name, _, _ in errors):
+        series = {path: [errors[name, path, seed] for seed in range(args.seeds)] for path in PATHS}
+        plain = statistics.mean(series["plain"])
+        noise = 2 * statistics.stdev(series["plain"]) / math.sqrt(args.seeds) if args.seeds > 1 else math.inf
+        for path, found in series.items():
+            mean = statistics.mean(found)
+            cells = " | ".join(f"{value:.5f}" for value in found)
+            print(f"| {name} | {path} | {cells} | {mean:.5f} | {100 * (mean / plain - 1):+.2f}% |")
+            rows.append({"replacement": name, "path": path, "normalized_mse": found})
+            if mean - plain > noise:
+                worse.append(f"{name}, {path}: {mean:.5f} against {plain:.5f}, noise {noise:.5f}")
+    if args.json:
+        args.json.write_text(json.dumps({"config": config.model_dump(mode="json"), "rows": rows}, indent=2) + "\n")
+    if args.check:
+        print("\n".join(worse) or "\nevery path is within the noise of the plain one")
+        sys.exit(1 if worse else 0)
+
+
+if __name__ == "__main__":
+    main()
