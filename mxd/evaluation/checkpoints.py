@@ -1,6 +1,7 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,80 @@ from pydantic import ValidationError
 
 from mxd.checkpoint import Trained, find_layers, load_layer, versions, write_json
 from mxd.config import DataConfig
-from mxd.data import documents, token_blocks
+from mxd.data import Blocks, documents, token_blocks
 from mxd.errors import MxdError
-from mxd.evaluation.faithfulness import Sets, evaluate
+from mxd.evaluation.faithfulness import evaluate
 from mxd.model import FrozenModel, load_frozen
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What an evaluation is about: trained layers by name, their base model, and held-out text."""
+
+    trained: dict[str, Trained]
+    base: FrozenModel
+    text: DataConfig
+
+    def sets(self, together: bool = False) -> dict[str, dict[int, Trained]]:
+        """Return what is spliced in: each layer alone under its name, or all of them at once.
+
+        Raises:
+            MxdError: two of those to be spliced at once replace the same MLP.
+        """
+        if together:
+            return {"together": _distinct_layers(self.trained)}
+        return {name: {trained.provenance.layer: trained} for name, trained in self.trained.items()}
+
+    def blocks(self) -> Blocks:
+        """Return the held-out contexts, once, in one shuffled order."""
+        return held_out_blocks(self.base, self.text)
+
+    def texts(self) -> Iterable[str]:
+        """Return the held-out documents."""
+        text = self.text
+        return documents(text.source, text.split, text.column, text.streaming, part=text.part)
+
+    def document(self, results: Mapping[str, Any], **asked: Any) -> dict[str, Any]:
+        """Return results together with all they depend on; ``asked`` are the arguments of the evaluation."""
+        return {
+            "model": next(iter(self.trained.values())).provenance.model,
+            "revision": self.base.revision,
+            "data": self.text.model_dump(),
+            **asked,
+            "versions": versions(),
+            "results": dict(results),
+        }
+
+
+def open_checkpoints(
+    paths: Sequence[str | Path],
+    data: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    device: str = "auto",
+) -> Subject:
+    """Load checkpoints of one base model, and that model.
+
+    Args:
+        paths: layer folders, or run folders (all layers in them).
+        data: fields of the training text to change; its held-out side is read unless a split is given here.
+        model: base model to use in place of the one the checkpoints name (a local copy of it, say).
+        device: where to run.
+
+    Raises:
+        MxdError: a damaged checkpoint, or checkpoints of several base models.
+    """
+    loaded: dict[str, Trained] = {}
+    for path in (path for given in paths for path in find_layers(given)):
+        if name_of(path) in loaded:
+            raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
+        loaded[name_of(path)] = load_layer(path)
+    sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
+    if len(sources) != 1:
+        raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
+    source, revision, dtype = sources.pop()
+    text = _held_out(next(iter(loaded.values())), data or {})
+    base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
+    return Subject(loaded, base, text)
 
 
 def evaluate_checkpoints(
@@ -22,7 +93,7 @@ def evaluate_checkpoints(
     model: str | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure checkpoints on held-out text.
+    """Measure the faithfulness of checkpoints on held-out text.
 
     Args:
         paths: layer folders, or run folders (all layers in them).
@@ -38,34 +109,12 @@ def evaluate_checkpoints(
     Raises:
         MxdError: a damaged checkpoint, checkpoints of several base models, or no held-out text.
     """
-    loaded: dict[str, Trained] = {}
-    for path in (path for given in paths for path in find_layers(given)):
-        if name_of(path) in loaded:
-            raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
-        loaded[name_of(path)] = load_layer(path)
-    sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
-    if len(sources) != 1:
-        raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
-    source, revision, dtype = sources.pop()
-    first = next(iter(loaded.values()))
-    text = _held_out(first, data or {})
-    base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
-    sets: Sets
-    if together:
-        sets = {"together": _distinct_layers(loaded)}
-    else:
-        sets = {name: {trained.provenance.layer: trained} for name, trained in loaded.items()}
-    results = evaluate(base, sets, held_out_blocks(base, text), tokens)
+    subject = open_checkpoints(paths, data, model, device)
+    sets = subject.sets(together)
+    results = evaluate(subject.base, sets, subject.blocks(), tokens)
     for name, members in sets.items():
-        results[name]["replacements"] = [_describe(t) for t in members.values() if isinstance(t, Trained)]
-    return {
-        "model": source,
-        "revision": base.revision,
-        "data": text.model_dump(),
-        "tokens_asked": tokens,
-        "versions": versions(),
-        "results": results,
-    }
+        results[name]["replacements"] = [describe(trained) for trained in members.values()]
+    return subject.document(results, tokens_asked=tokens)
 
 
 def held_out_blocks(base: FrozenModel, text: DataConfig) -> Any:
@@ -121,7 +170,8 @@ def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
     return members
 
 
-def _describe(trained: Trained) -> dict[str, Any]:
+def describe(trained: Trained) -> dict[str, Any]:
+    """Return what tables and figures say of a layer: method, sparsity, K, block, units, parameters, tokens."""
     config = trained.layer.config
     return {
         "method": config.label,
