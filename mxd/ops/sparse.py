@@ -12,6 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxd.ops import reference
+
 Proposals = Literal["float32", "bfloat16"]
 
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
@@ -19,6 +21,9 @@ TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 
 GROUP = 4
 """Units in a group of the two-stage top-k."""
+
+DEVICES = ("cpu", "cuda")
+"""Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
 
 
 _SUM = 0  # the mode of embedding_bag
@@ -57,6 +62,8 @@ def topk_linear(
         proposals: ``bfloat16`` forms all pre-activations in bfloat16, and the ``2 k`` largest anew in ``x``'s dtype;
             the ``k`` largest of those are returned. A unit is missed only if bfloat16 ranks it below ``2 k``.
     """
+    if x.device.type not in DEVICES:
+        return reference.topk_linear(x, weight, bias, k)
     return _TopKLinear.apply(x, weight, bias, k, proposals)
 
 
@@ -64,6 +71,8 @@ def sparse_decode(
     values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_out"]
 ) -> Float[Tensor, "tokens d_out"]:
     """Return ``sum_k values[:, k] * weight[indices[:, k]]``, that is ``a @ weight`` for the sparse code ``a``."""
+    if values.device.type not in DEVICES:
+        return reference.sparse_decode(values, indices, weight)
     return _SparseDecode.apply(values, indices, weight)
 
 

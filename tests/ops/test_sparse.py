@@ -333,3 +333,22 @@ def test_the_dense_code_is_never_built(small_tiles):
         reference.topk_linear(x, weight, bias, k)
     assert dense_ones.numel == tokens * units
     assert ours.numel <= max(units * d, 3 * units)
+
+
+@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
+def test_other_devices_fall_back_on_the_dense_reference(monkeypatch, proposals):
+    """As on MPS: plain dense operations, differentiated by autograd, and the same numbers and gradients."""
+    x, weight, bias, decoder = (torch.randn(*shape, requires_grad=True) for shape in ((9, 6), (20, 6), (20,), (20, 4)))
+
+    def run():
+        values, indices = topk_linear(x, weight, bias, 5, proposals)
+        out = sparse_decode(values, indices, decoder)
+        return out, torch.autograd.grad(out.square().sum(), (x, weight, bias, decoder))
+
+    expected, gradients = run()
+    monkeypatch.setattr("mxd.ops.sparse.DEVICES", ())
+    for name in ("_TopKLinear", "_SparseDecode"):
+        monkeypatch.delattr(f"mxd.ops.sparse.{name}")
+    out, found = run()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, gradients)
