@@ -4,14 +4,19 @@ config.json          the layer's config, and its provenance
 model.safetensors    its parameters
 metrics.json         what was measured when training ended
 README.md            the same for people
+
+A set is a folder of such folders. Both lie on this machine or on the Hub; a reference stands wherever a path does.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from filecmp import cmp
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,10 +26,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mxd import hub
+from mxd.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
 from mxd.errors import MxdError
-from mxd.layers import ReplacementLayer, parse_layer
+from mxd.hub import HubReference
+from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 1
+LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")
+"""What a layer's folder holds; only these are ever sent or fetched."""
+SET_FILES = ("evaluation.json", FIGURE, "README.md")
+"""What may lie beside the layers of a set."""
 
 
 class Provenance(BaseModel):
@@ -68,6 +80,18 @@ class Trained:
     provenance: Provenance
     path: Path
 
+    def push_to_hub(
+        self,
+        repo: str,
+        private: bool = False,
+        revision: str | None = None,
+        create_pr: bool = False,
+        token: str | bool | None = None,
+        license: str | None = None,
+    ) -> hub.Pushed:
+        """Push the checkpoint that this was loaded from, as it is on disk (``push``); save a changed layer first."""
+        return push(self.path, repo, private, revision, create_pr, token, license)
+
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages a result depends on."""
@@ -95,24 +119,59 @@ def save_layer(
         write_json(partial / "config.json", config)
         write_json(partial / "metrics.json", dict(metrics or {}))
         save_file({k: v.detach().contiguous() for k, v in layer.state_dict().items()}, partial / "model.safetensors")
-        (partial / "README.md").write_text(_card(layer, provenance), encoding="utf-8")
+        (partial / "README.md").write_text(layer_card(Member("", layer.config, provenance)), encoding="utf-8")
     return folder
 
 
-def load_layer(folder: str | Path) -> Trained:
+def load_layer(
+    path: str | Path,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Trained:
     """Load a layer strictly: every tensor present, none extra, every shape right.
 
+    Args:
+        path: a layer's folder, or a Hub reference ``org/name[/subfolder][@revision]`` to one.
+        revision: branch, tag or commit on the Hub; the reference may name it instead.
+        token: access token for the Hub; by default the one of ``hf auth login`` or ``HF_TOKEN``.
+        cache_dir: where downloads are kept; by default the Hub's usual cache.
+        local_files_only: never ask the Hub; what is not in the cache is an error.
+
     Raises:
-        MxdError: no checkpoint there, or one that is damaged or of another format.
+        MxdError: no checkpoint there, one that is damaged or of another format, several, or the Hub cannot be reached.
     """
-    folder = Path(folder)
-    config = read_config(folder)
-    try:
-        provenance = Provenance.model_validate(config.get("provenance"))
-    except ValidationError as error:
-        raise MxdError(f"{folder}/config.json: bad provenance: {error}") from error
-    fields = config.get("layer")
-    layer = parse_layer(fields if isinstance(fields, dict) else {}).build()
+    found = find_layers(path, "*", revision, token, cache_dir, local_files_only)
+    if len(found) > 1:
+        names = ", ".join(map(layer_name, found))
+        raise MxdError(f"{str(path)!r} holds {len(found)} layers; add the name of one, or use load_layers: {names}.")
+    return _load(found[0])
+
+
+from_pretrained = load_layer
+"""``load_layer``, by the name that Hub users look for."""
+
+
+def load_layers(
+    path: str | Path,
+    pattern: str = "*",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> dict[str, Trained]:
+    """Load a set of layers, whole or by a pattern of their folders' names (``*-k32``), strictly: name -> layer.
+
+    Arguments and errors as ``load_layer``.
+    """
+    found = find_layers(path, pattern, revision, token, cache_dir, local_files_only)
+    return {layer_name(folder): _load(folder) for folder in found}
+
+
+def _load(folder: Path) -> Trained:
+    config, provenance = read_layer(folder)
+    layer = config.build()
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -122,6 +181,21 @@ def load_layer(folder: str | Path) -> Trained:
     fit_tensors(layer.state_dict(), tensors, str(folder))
     layer.load_state_dict(tensors)
     return Trained(layer.eval().requires_grad_(False), provenance, folder)
+
+
+def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
+    """Read what a layer's folder says of it, without its tensors.
+
+    Raises:
+        MxdError: no checkpoint there, or its ``config.json`` is wrong.
+    """
+    config = read_config(folder)
+    try:
+        provenance = Provenance.model_validate(config.get("provenance"))
+    except ValidationError as error:
+        raise MxdError(f"{folder}/config.json: bad provenance: {error}") from error
+    fields = config.get("layer")
+    return parse_layer(fields if isinstance(fields, dict) else {}), provenance
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -139,20 +213,229 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def find_layers(path: str | Path) -> list[Path]:
-    """Return the layer folders at a path: the path itself, or those directly inside a run's folder.
+def find_layers(
+    path: str | Path,
+    pattern: str = "*",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    weights: bool = True,
+) -> list[Path]:
+    """Return the layer folders at a path or a Hub reference: the folder itself, or those directly inside.
+
+    From the Hub come first the configs, and what they show to be layers then: nothing else is ever downloaded.
+
+    Args:
+        path: a layer's folder, a run's folder, or a Hub reference to either.
+        pattern: of a set only the folders whose names match.
+        revision: as in ``load_layer``.
+        token: as in ``load_layer``.
+        cache_dir: as in ``load_layer``.
+        local_files_only: as in ``load_layer``.
+        weights: from the Hub bring the tensors, too.
 
     Raises:
-        MxdError: there is none.
+        MxdError: there is none, or the Hub cannot be reached.
     """
-    path = Path(path)
-    if (path / "config.json").is_file():
-        return [path]
-    children = path.iterdir() if path.is_dir() else ()  # dot folders: what a killed save left behind
-    found = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
-    if not found:
-        raise MxdError(f"no checkpoint at {str(path)!r}: expected a layer's folder, or a run's folder that holds some.")
+    reference = hub.reference_of(path, revision)
+    if reference is None:
+        return _layers_in(Path(path), pattern, str(path))
+    access = (token, cache_dir, local_files_only)
+    folder = hub.download(reference, ("config.json", "*/config.json"), *access)
+    found = _layers_in(folder, pattern, str(reference))
+    for layer in found:
+        read_config(layer)
+    if weights:
+        places = ["" if layer == folder else f"{escape(layer.name)}/" for layer in found]
+        files = [f"{place}{file}" for place in places for file in LAYER_FILES]
+        hub.download(hub.cached_reference(folder) or reference, [*files, *SET_FILES], *access)
     return found
+
+
+def _layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
+    if (folder / "config.json").is_file():
+        if pattern != "*":
+            raise MxdError(f"{shown!r} is one layer, from which pattern {pattern!r} cannot choose; leave it out.")
+        return [folder]
+    children = folder.iterdir() if folder.is_dir() else ()  # dot folders: what a killed save left behind
+    layers = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
+    if not layers:
+        raise MxdError(
+            f"no checkpoint at {shown!r}: expected a folder with config.json and model.safetensors, a run's folder "
+            "that holds some, or a Hub reference org/name[/subfolder][@revision] to either."
+        )
+    found = [layer for layer in layers if fnmatchcase(layer.name, pattern)]
+    if not found:
+        names = ", ".join(layer.name for layer in layers)
+        raise MxdError(f"no layer at {shown!r} matches {pattern!r}; there are: {names}.")
+    return found
+
+
+def layer_name(folder: Path) -> str:
+    """Return a layer's name: its folder's, or its repository's where that is one layer."""
+    reference = hub.cached_reference(folder)
+    return reference.name if reference else folder.resolve().name
+
+
+def push(
+    path: str | Path,
+    repo: str,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    license: str | None = None,
+    message: str | None = None,
+) -> hub.Pushed:
+    """Push a layer, or a run's folder as a set, to a model repository on the Hub, with cards written for it.
+
+    Only ``LAYER_FILES`` and ``SET_FILES`` are sent. Files of the repository that are not here stay as they are.
+
+    Args:
+        path: a layer's folder or a run's folder.
+        repo: ``org/name``; made where it is not there yet.
+        private: make the repository private; an error where it is there and public.
+        revision: branch to push to, made where it is not there yet.
+        create_pr: open a pull request instead.
+        token: as in ``load_layer``.
+        license: the Hub's name of a license; by default what the card there states, else unknown.
+        message: the commit's message.
+
+    Raises:
+        MxdError: a damaged checkpoint, a name that cannot be one on the Hub, or the Hub refuses or cannot be reached.
+    """
+    if create_pr and revision is not None:
+        raise MxdError("a pull request goes to main; leave out --revision or --create-pr.")
+    folder = Path(path)
+    layers = _layers_in(folder, "*", str(path))
+    single = layers == [folder]
+    places = {layer: "" if single else f"{HubReference.parse(f'{repo}/{layer.name}').name}/" for layer in layers}
+    files = {place + name: layer / name for layer, place in places.items() for name in LAYER_FILES}
+    files |= {} if single else {name: folder / name for name in SET_FILES}
+    files = {name: file for name, file in files.items() if file.is_file() and file.name != "README.md"}
+    members = [_member(layer, places[layer]) for layer in layers]
+    remote = hub.prepare(repo, private, revision, token)
+    _check_same_kind(repo, single, remote.files)
+    license = license or license_of(remote.readme)
+
+    title = HubReference.parse(repo).name
+
+    def cards(pin: str | None) -> dict[str, str]:
+        found = {}
+        for member in members:
+            address = str(HubReference(repo, member.name, pin))
+            found[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
+        if not single:
+            found["README.md"] = set_card(members, str(HubReference(repo, "", pin)), license, title, FIGURE in files)
+        return found
+
+    what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"
+    return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
+
+
+def _member(folder: Path, place: str) -> Member:
+    """Load a layer strictly, so that nothing damaged is shared, and say what its card needs."""
+    trained = _load(folder)
+    beside = [Evaluation.read(f / "evaluation.json") for f in (folder, folder.resolve().parent)]
+    name, called = place.rstrip("/"), layer_name(folder)
+    found = [Member(name, trained.layer.config, trained.provenance, e, called) for e in beside]
+    return next((member for member in found if member.result), found[0])
+
+
+def _check_same_kind(repo: str, single: bool, there: Collection[str]) -> None:
+    """Refuse to lay a layer over a set, or a set over a layer: only the layer would be found."""
+    holds_layer = "config.json" in there
+    holds_set = any(path.count("/") == 1 and path.endswith("/config.json") for path in there)
+    if (single and holds_set and not holds_layer) or (not single and holds_layer):
+        kind = "one layer" if holds_layer else "a set of layers"
+        raise MxdError(f"{repo} holds {kind}, so this {'layer' if single else 'set'} needs a repository of its own.")
+
+
+def pull(
+    reference: str,
+    folder: str | Path | None = None,
+    pattern: str = "*",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> list[Path]:
+    """Copy a layer, or a set whole or by pattern, from the Hub into a folder; each layer appears whole or not at all.
+
+    What is in the folder already is never changed: the same again is fine, anything else an error.
+
+    Args:
+        reference: ``org/name[/subfolder][@revision]``.
+        folder: where the layer goes, or the layers of a set; by default ``checkpoints/<name>``.
+        pattern: of a set only the folders whose names match.
+        revision: as in ``load_layer``.
+        token: as in ``load_layer``.
+        cache_dir: as in ``load_layer``.
+        local_files_only: as in ``load_layer``.
+
+    Returns:
+        The layers' folders.
+
+    Raises:
+        MxdError: as ``load_layer``; or the folder holds something else, or cannot be written.
+    """
+    wanted = hub.reference_of(reference, revision)
+    if wanted is None:
+        raise MxdError(f"{reference!r} is not on the Hub; expected org/name[/subfolder][@revision].")
+    found = find_layers(reference, pattern, revision, token, cache_dir, local_files_only)
+    target = Path(folder) if folder is not None else Path("checkpoints", wanted.name)
+    at = hub.cached_reference(found[0])
+    single = at is not None and at.subfolder == wanted.subfolder
+    copies = {target if single else target / layer.name: layer for layer in found}
+    beside = {} if single else {target / name: found[0].parent / name for name in SET_FILES}
+    beside = {copy: source for copy, source in beside.items() if source.is_file()}
+    missing = {copy: source for copy, source in copies.items() if not _holds(copy, source)}
+    for copy, source in beside.items():
+        if copy.exists() and not cmp(source, copy, shallow=False):
+            raise _taken(copy)
+    for source in missing.values():
+        _load(source)
+    for copy, source in missing.items():
+        with atomic_folder(copy) as partial:
+            for name in _layer_files(source):
+                shutil.copyfile(source / name, partial / name)
+    for copy, source in beside.items():
+        _copy(source, copy)
+    return list(copies)
+
+
+def _layer_files(folder: Path) -> list[str]:
+    return [name for name in LAYER_FILES if (folder / name).is_file()]
+
+
+def _holds(place: Path, source: Path) -> bool:
+    """Whether a folder holds this layer already.
+
+    Raises:
+        MxdError: it holds something else.
+    """
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return False
+    if any(not (place / n).is_file() or not cmp(source / n, place / n, shallow=False) for n in _layer_files(source)):
+        raise _taken(place)
+    return True
+
+
+def _taken(place: Path) -> MxdError:
+    return MxdError(f"{place} exists and holds something else; choose another folder, or move it away.")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy one file; it appears whole or not at all."""
+    partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
+    try:
+        shutil.copyfile(source, partial)
+        partial.replace(target)
+    except OSError as error:
+        raise MxdError(f"cannot write {target}: {error}. Free space or choose another folder.") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def fit_tensors(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where: str) -> None:
@@ -224,7 +507,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise MxdError(f"cannot write to {target.parent}: {error}.") from error
     try:
         yield partial
-        for file in partial.iterdir():
+        for file in (path for path in partial.rglob("*") if path.is_file()):
             file.chmod(partial.stat().st_mode & 0o666)  # safetensors files are otherwise their owner's alone
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -254,31 +537,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}") from error
-
-
-def _card(layer: ReplacementLayer, provenance: Provenance) -> str:
-    config = layer.config
-    return f"""# {config.label} for layer {provenance.layer} of {provenance.model}
-
-A replacement for the MLP of block {provenance.layer} (counted from 0) of `{provenance.model}`, trained with mxd on
-{provenance.tokens:,} token activations.
-
-| | |
-|---|---|
-| method | {config.label} |
-| sparsity | {config.sparsity.slug} |
-| units | {config.num_units:,} |
-| parameters | {config.num_params:,} |
-| base model | {provenance.model} (revision {provenance.revision}) |
-| reads | {provenance.input_convention} |
-
-```python
-import mxd
-
-model = mxd.load_frozen("{provenance.model}")
-with mxd.spliced(model, {{{provenance.layer}: mxd.load_layer("path/to/this/folder")}}):
-    ...
-```
-
-`metrics.json` holds what was measured; `config.json` the full configuration and provenance.
-"""

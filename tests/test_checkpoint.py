@@ -98,7 +98,7 @@ def test_the_folder_explains_itself(saved):
     assert config["layer"]["method"] == "mxd"
     assert config["provenance"]["model"] == "org/model"
     assert json.loads((saved / "metrics.json").read_text()) == {"loss": 0.5}
-    assert "# MxD for layer 3 of org/model" in (saved / "README.md").read_text()
+    assert "# MxD for the MLP of block 3 of org/model" in (saved / "README.md").read_text()
 
 
 def test_saving_again_replaces_the_layer(saved):

@@ -1,0 +1,473 @@
+"""Model cards: what a person, and the Hub, should know of a layer or a set of layers.
+
+The metadata at the top is the Hub's own form, written and checked by huggingface_hub. Whatever comes from outside
+(names of models and texts) is escaped.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from pydantic import BaseModel, ValidationError
+
+from mxd.errors import MxdError
+from mxd.layers import ReplacementConfig
+
+TAGS = {
+    "MxD": ("mixture-of-decoders",),
+    "TC": ("transcoder",),
+    "STC": ("transcoder", "skip-transcoder"),
+    "SAE": ("sparse-autoencoder",),
+}
+"""Tags that people search for; other methods go by their label."""
+
+FIGURE = "frontier.png"
+UNKNOWN = "unknown"
+"""The Hub's name for a license that nobody has stated."""
+
+
+@runtime_checkable
+class Origin(Protocol):
+    """What a card needs of a layer's provenance."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+    @property
+    def revision(self) -> str | None: ...  # noqa: D102
+    @property
+    def layer(self) -> int: ...  # noqa: D102
+    @property
+    def fingerprint(self) -> str: ...  # noqa: D102
+    @property
+    def input_convention(self) -> str: ...  # noqa: D102
+    @property
+    def model_dtype(self) -> str: ...  # noqa: D102
+    @property
+    def masked_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def data(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def training(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+    @property
+    def versions(self) -> dict[str, str]: ...  # noqa: D102
+
+
+class Replaced(BaseModel):
+    """One layer of a measured splice."""
+
+    method: str
+    sparsity: str
+    layer: int
+    units: int
+    params: int
+    tokens_trained: int
+
+
+class Site(BaseModel):
+    """What was measured at one MLP."""
+
+    normalized_mse: float | None = None
+    fvu: float | None = None
+    l0: float | None = None
+    dead_share: float | None = None
+    routed_share: float | None = None
+
+
+class Result(BaseModel):
+    """What was measured of one splice."""
+
+    tokens: int
+    ce_base: float
+    ce_zero: float | None = None
+    ce_increase: float
+    ce_increase_se: float | None = None
+    loss_recovered: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    layers: dict[str, Site]
+    replacements: list[Replaced]
+
+
+class Evaluation(BaseModel):
+    """What a card reads of an ``evaluation.json``."""
+
+    model: str
+    data: dict[str, Any]
+    results: dict[str, Result]
+
+    @classmethod
+    def read(cls, path: Path) -> "Evaluation | None":
+        """Read a file; ``None`` where there is none.
+
+        Raises:
+            MxdError: it is not what ``mxd evaluate`` writes.
+        """
+        if not path.is_file():
+            return None
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise MxdError(f"{path} is not what `mxd evaluate` writes; run that again, or delete it.") from error
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer as its card sees it."""
+
+    name: str
+    """Its folder in a set; nothing for a layer by itself."""
+    config: ReplacementConfig
+    origin: Origin
+    evaluation: Evaluation | None = None
+    called: str = ""
+    """The last part of its name in the evaluation, where that is not ``name``."""
+
+    @property
+    def result(self) -> Result | None:
+        """What was measured of this very layer, spliced in alone."""
+        config, origin = self.config, self.origin
+        this = Replaced(
+            method=config.label,
+            sparsity=config.sparsity.slug,
+            layer=origin.layer,
+            units=config.num_units or 0,
+            params=config.num_params,
+            tokens_trained=origin.tokens,
+        )
+        results = self.evaluation.results if self.evaluation else {}
+        fitting = {key: result for key, result in results.items() if result.replacements == [this]}
+        if len(fitting) > 1:  # variants of one kind: only their names tell them apart
+            fitting = {k: r for k, r in fitting.items() if k.rpartition("/")[2] == (self.called or self.name)}
+        return next(iter(fitting.values()), None)
+
+
+def layer_card(member: Member, address: str | None = None, license: str | None = None, title: str | None = None) -> str:
+    """Return the card of one layer.
+
+    Args:
+        member: the layer.
+        address: its reference on the Hub; ``None`` before it was pushed.
+        license: the Hub's name of a license.
+        title: what the layer is called in the evaluation results; by default its folder.
+    """
+    origin = member.origin
+    text = [
+        f"# {member.config.label} for the MLP of block {origin.layer} of {_text(origin.model)}",
+        f"This layer replaces the MLP of block {origin.layer} (counted from 0) of {_text(origin.model)}. "
+        f"Method: **{member.config.label}** with {member.config.num_units:,} units and sparsity "
+        f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP.",
+        *_use(member, address, None),
+        *_what([member]),
+        *_training([member]),
+        *_measured([member], figure=False),
+        *_limits([member], license),
+    ]
+    return _card(text, [member], license, title or member.name or "layer")
+
+
+def set_card(
+    members: Sequence[Member],
+    address: str | None = None,
+    license: str | None = None,
+    title: str = "set",
+    figure: bool = False,
+) -> str:
+    """Return the card of a set of layers, one folder each.
+
+    Args:
+        members: the layers.
+        address: their repository's reference on the Hub; ``None`` before it was pushed.
+        license: the Hub's name of a license.
+        title: what the set is called in the evaluation results.
+        figure: whether ``frontier.png`` lies beside the card.
+    """
+    members = sorted(members, key=lambda m: (m.origin.layer, m.config.label, m.config.sparsity.max_k or 0, m.name))
+    models = sorted({m.origin.model for m in members})
+    blocks = sorted({m.origin.layer for m in members})
+    methods = sorted({m.config.label for m in members})
+    text = [
+        f"# Sparse replacements for MLPs of {_list(models)}",
+        f"{len(members)} layers ({', '.join(methods)}) that replace the MLP of block {', '.join(map(str, blocks))} "
+        f"(counted from 0) of {_list(models)}. Each folder is one layer, with a card of its own.",
+        *_use(members[0], address, len(members)),
+        *_what(members),
+        *_training(members),
+        *_measured(members, figure),
+        *_limits(members, license),
+    ]
+    return _card(text, members, license, title)
+
+
+def license_of(readme: str) -> str | None:
+    """Return the license that a card states, if any."""
+    try:
+        stated = ModelCard(readme, ignore_metadata_errors=True).data.get("license") if readme else None
+    except Exception:  # somebody else's file: whatever is wrong with it, it states no license
+        return None
+    return stated if isinstance(stated, str) and stated != UNKNOWN else None
+
+
+def _card(text: Iterable[str], members: Sequence[Member], license: str | None, title: str) -> str:
+    results = [found for m in members for found in _eval_results(m)]
+    bases = sorted({m.origin.model for m in members if _on_hub(m.origin)})
+    data = ModelCardData(
+        license=license or UNKNOWN,
+        library_name="mxd",
+        base_model=bases or None,
+        base_model_relation="adapter" if bases else None,  # else the Hub lists it as fine-tuned from the base
+        datasets=sorted({d for m in members if (d := _dataset(m.origin.data)) is not None}) or None,
+        tags=["mechanistic-interpretability", "interpretability", "replacement-layer", *_tags(members)],
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"
+
+
+def _tags(members: Sequence[Member]) -> list[str]:
+    labels = sorted({m.config.label for m in members})
+    return list(dict.fromkeys(tag for label in labels for tag in TAGS.get(label, (label.lower(),))))
+
+
+def _eval_results(member: Member) -> list[EvalResult]:
+    result, evaluation = member.result, member.evaluation
+    if result is None or evaluation is None:
+        return []
+    (site,) = result.layers.values()
+    values = {
+        ("cross_entropy_increase", "CE increase (nats per token)"): result.ce_increase,
+        ("loss_recovered", "CE recovered"): result.loss_recovered,
+        ("kl_divergence", "KL to the base model (nats)"): result.kl,
+        ("normalized_mse", "NMSE"): site.normalized_mse,
+        ("fraction_of_variance_unexplained", "FVU"): site.fvu,
+    }
+    source = str(evaluation.data.get("source"))
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Next-token prediction with the replacement spliced in",
+            dataset_type=_dataset(evaluation.data) or _code(Path(source).name),
+            dataset_name=source,
+            dataset_split=str(evaluation.data.get("split")),
+            metric_type=kind,
+            metric_name=f"{name}, {member.name}" if member.name else name,
+            metric_value=value,
+        )
+        for (kind, name), value in values.items()
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _use(member: Member, address: str | None, members: int | None) -> list[str]:
+    origin = member.origin
+    pinned = f", revision={json.dumps(origin.revision)}" if origin.revision else ""
+    load = f"model = mxd.load_frozen({json.dumps(origin.model)}{pinned})"
+    lines = ["import mxd", "", load]
+    where = address or "path/to/this/folder"
+    if members is None:
+        lines += [f"with mxd.spliced(model, {{{origin.layer}: {json.dumps(where)}}}):", "    ..."]
+    else:
+        path, at, revision = where.partition("@")
+        one = f"{path}/{member.name}{at}{revision}"
+        some = json.dumps(f"*-{member.config.sparsity.slug}")
+        lines += [
+            f"layers = mxd.load_layers({json.dumps(where)})  # or some of them: pattern={some}",
+            f"with mxd.spliced(model, {{{origin.layer}: layers[{json.dumps(member.name)}]}}):",
+            "    ...",
+            "",
+            f"trained = mxd.from_pretrained({json.dumps(one)})  # one of them, alone",
+        ]
+    code = "\n".join(["```python", *lines, "```"])
+    if _on_hub(origin):
+        return ["## Use", code]
+    return [
+        "## Use",
+        code,
+        "The base model is named as it was in training: a bundled model, or a path on that machine.",
+    ]
+
+
+def _what(members: Sequence[Member]) -> list[str]:
+    first = members[0].origin
+    rows = [
+        ["layer", "method", "block", "sparsity", "units", "parameters", "base MLP's fingerprint"],
+        *(
+            [
+                f"`{m.name}`" if m.name else "this",
+                m.config.label,
+                str(m.origin.layer),
+                f"`{m.config.sparsity.slug}`",
+                f"{m.config.num_units:,}",
+                f"{m.config.num_params:,}",
+                f"`{_code(m.origin.fingerprint)}`",
+            ]
+            for m in members
+        ),
+    ]
+    bases = sorted({f"{_text(m.origin.model)}, revision {_text(m.origin.revision or 'not known')}" for m in members})
+    reads = sorted({_text(m.origin.input_convention) for m in members})
+    masked = sorted({i for m in members for i in m.origin.masked_ids})
+    return [
+        "## What it is",
+        _table(rows),
+        f"- Base model: {'; '.join(bases)}; run in {_text(first.model_dtype)}. Splicing compares the fingerprint.\n"
+        f"- Reads: {'; '.join(reads)}.\n"
+        f"- Masked tokens: {f'ids {masked}; there the base MLP answers' if masked else 'none'}.",
+    ]
+
+
+def _training(members: Sequence[Member]) -> list[str]:
+    """State text and recipe, once where all layers share them."""
+    recipes: dict[str, list[str]] = {}
+    for m in members:
+        recipes.setdefault(_recipe(m.origin), []).append(m.name)
+    if len(recipes) == 1:
+        return ["## Training", *recipes]
+    return ["## Training", *(f"{', '.join(f'`{n}`' for n in names)}:\n\n{recipe}" for recipe, names in recipes.items())]
+
+
+def _recipe(origin: Origin) -> str:
+    data, training = origin.data, origin.training
+    settings = training.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    facts = {
+        "text": data.get("source"),
+        "split": data.get("split"),
+        "context": data.get("context"),
+        "tokens": f"{origin.tokens:,}",
+        "recipe": training.get("recipe"),
+        "steps": training.get("steps"),
+        "tokens in a step": training.get("batch_tokens"),
+        "learning rate": settings.get("lr"),
+        "seed": origin.seed,
+        "versions": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
+    }
+    rows = [[name, _text(value)] for name, value in facts.items() if value not in (None, "")]
+    return _table([["setting", "value"], *rows]) + "\n\n`config.json` holds every setting."
+
+
+def _measured(members: Sequence[Member], figure: bool) -> list[str]:
+    measured = [m for m in members if m.result is not None]
+    if not measured:
+        return ["## Evaluation", "Not evaluated yet: `mxd evaluate` measures it on held-out text."]
+    header = ["layer", "NMSE", "FVU", "L0", "dead", "routed", "CE increase", "recovered", "KL", "top-1"]
+    text = [
+        "## Evaluation",
+        " ".join(sorted({_caption(m) for m in measured})),
+        _table([header, *(_row(m) for m in members)]),
+        "*NMSE*: normalized squared error of the MLP's output; *FVU*: its unexplained share of variance; *L0*: units "
+        "active for a token; *dead*: share of units never active; *routed*: energy of what routing adds, relative to "
+        "the output's; *CE increase*: what the splice adds to the next-token loss, in nats, with its standard error; "
+        "*recovered*: share of the loss from zero-ablating the MLP that is won back; *top-1*: predictions unchanged.",
+    ]
+    if figure:
+        text.append(f"![Normalized squared error and cross-entropy increase against K]({FIGURE})")
+    return text
+
+
+def _caption(member: Member) -> str:
+    result, evaluation = member.result, member.evaluation
+    assert result is not None and evaluation is not None
+    zero = f", {result.ce_zero:.4f} with the MLP of block {member.origin.layer} zero-ablated" if result.ce_zero else ""
+    return (
+        f"On {result.tokens:,} held-out tokens of {_text(evaluation.data.get('source'))} "
+        f"({_text(evaluation.data.get('split'))}), each layer spliced in alone: the base model's cross-entropy is "
+        f"{result.ce_base:.4f} nats per token{zero}."
+    )
+
+
+def _row(member: Member) -> list[str]:
+    result = member.result
+    name = f"`{member.name}`" if member.name else "this"
+    if result is None:
+        return [name, "not evaluated", *[""] * 8]
+    (site,) = result.layers.values()
+    spread = f" ± {result.ce_increase_se:.4f}" if result.ce_increase_se is not None else ""
+    cells = [
+        (site.normalized_mse, ".4f"),
+        (site.fvu, ".3f"),
+        (site.l0, ".1f"),
+        (site.dead_share, ".0%"),
+        (site.routed_share, ".2f"),
+        (result.ce_increase, "+.4f"),
+        (result.loss_recovered, ".1%"),
+        (result.kl, ".4f"),
+        (result.top1_agreement, ".1%"),
+    ]
+    shown = [f"{value:{form}}" if value is not None else "-" for value, form in cells]
+    shown[5] += spread
+    return [name, *shown]
+
+
+def _limits(members: Sequence[Member], license: str | None) -> list[str]:
+    limits = [
+        "Made for exactly these weights of the base model: a fine-tuned or otherwise changed one is refused.",
+        "Fidelity is measured on one text, one layer at a time"
+        if any(m.result for m in members)
+        else "Not measured yet",
+        "A layer can be faithful without being sparse in anything that matters: a layer whose *routed* is near 0 is a "
+        "dense MLP in disguise, whatever its cross-entropy. Read the two together.",
+    ]
+    limits[1] += (
+        ". Not measured: other domains and languages, downstream tasks, several layers spliced at once, other seeds, "
+        "and whether the units mean anything to a person."
+    )
+    if any(m.origin.masked_ids for m in members):
+        limits.append("Trained without the masked tokens (attention sinks): it says nothing about them.")
+    if any(m.config.reads != "mlp_in" for m in members):
+        limits.append("An autoencoder reads the MLP's output: it explains the MLP, but the MLP still has to run.")
+    if license is None:
+        limits.append("The license is not stated; ask the author. The base model's own license holds for that model.")
+    return ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
+
+
+def _on_hub(origin: Origin) -> bool:
+    """Whether the base model came from the Hub: it has a valid name there, and a commit."""
+    return _is_id(origin.model) and re.fullmatch(r"[0-9a-f]{40}", origin.revision or "") is not None
+
+
+def _dataset(data: Mapping[str, Any]) -> str | None:
+    """Return a text's name on the Hub, if it has one; ``org/name[:config][@revision]`` in the data."""
+    source = str(data.get("source", ""))
+    name = source.partition("@")[0].partition(":")[0]
+    if "/" not in name or not _is_id(name) or Path(name).suffix in (".txt", ".jsonl", ".parquet"):
+        return None
+    return None if Path(name).exists() else name
+
+
+def _is_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _list(values: Iterable[str]) -> str:
+    return ", ".join(_text(value) for value in values)
+
+
+def _text(value: object) -> str:
+    """Return a value as one line of Markdown that shows it literally."""
+    line = " ".join(str(value).split())
+    return re.sub(r"([\\`*_{}\[\]|~]|:(?=//))", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
+
+
+def _code(value: str) -> str:
+    """Return a value that may stand between backticks in a table."""
+    return re.sub(r"[^\w.+=-]", "?", value)
