@@ -180,6 +180,38 @@ class TrainingConfig(Section):
         return self
 
 
+Question = Literal["evaluation", "generation", "units", "structure", "probing", "masking", "steering"]
+
+
+class EvaluationConfig(Section):
+    """What `mxd compare` measures once everything is trained."""
+
+    questions: tuple[Question, ...] = ("evaluation", "generation", "units", "structure")
+    """Which; each is answered in a JSON file of its name. ``evaluation`` is faithfulness."""
+    split: str = "validation"
+    """Held-out text that is read."""
+    tokens: PositiveInt = 65_536
+    """Positions that faithfulness is measured on."""
+    prompts: PositiveInt = 512
+    """Prompts continued greedily."""
+    unit_tokens: PositiveInt = 1_000_000
+    """Positions that firing rates are counted on."""
+    pages: PositiveInt = 10
+    """Units of each replacement whose top activating contexts are kept."""
+    sets: tuple[str, ...] = ("factbook",)
+    """Labelled sets for probing: bundled names, .csv or .jsonl files, Hub datasets."""
+    domains: str = "factbook"
+    """Labelled set whose labels are the domains of masking."""
+    domain_texts: PositiveInt = 100
+    """Texts of each domain that masking reads."""
+    texts: PositiveInt = 2000
+    """Texts of each labelled set that probing reads, at most."""
+    steered: PositiveInt = 10
+    """Units steered with, from the first on."""
+    seed: NonNegativeInt = 0
+    """Draws texts, splits and samples."""
+
+
 class RunConfig(Section):
     """One run: replacements x layers, trained from one stream of activations."""
 
@@ -201,6 +233,8 @@ class RunConfig(Section):
     """Parameter matching."""
     training: TrainingConfig = TrainingConfig()
     """The recipe."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """What `mxd compare` measures; no part of what is trained."""
 
     @property
     def folder(self) -> Path:
@@ -213,6 +247,13 @@ class RunConfig(Section):
         if not isinstance(value, Sequence) or isinstance(value, str):
             return value
         return [choice for item in value for choice in expand(item)]
+
+    @field_validator("replacements", mode="after")
+    @classmethod
+    def _trainable(cls, value: tuple[AnyReplacement, ...]) -> tuple[AnyReplacement, ...]:
+        if any(item.sparsity.kind == "jumprelu" for item in value):
+            raise ValueError("jumprelu is for imported layers, nothing learns its thresholds; choose another sparsity")
+        return value
 
     @field_validator("layers", mode="after")
     @classmethod
@@ -274,8 +315,8 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the config as YAML, every field spelled out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """Return what a run trains as YAML, every field spelled out; without ``evaluation``, which may change later."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude={"evaluation"}), sort_keys=False)
 
 
 def fields_help() -> str:

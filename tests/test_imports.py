@@ -136,10 +136,15 @@ def test_only_train_imports_accelerate(name):
 
 @modules
 def test_nothing_is_pickled(name):
-    assert not {module.partition(".")[0] for module in imports(name)} & FORBIDDEN
+    allowed = {"pickle"} if name == "mxd.formats.reference" else set()  # for the error that torch.load raises
+    assert not {module.partition(".")[0] for module in imports(name)} & (FORBIDDEN - allowed)
     calls = [
         ast.unparse(node) for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Attribute)
     ]
+    if name == "mxd.formats.reference":  # reads others' pickles, tensors and plain values only
+        text = FILES[name].read_text()
+        assert text.count("torch.load(") == text.count("weights_only=True)") == 1
+        calls.remove("torch.load")
     assert not {"torch.save", "torch.load", "numpy.load", "np.load", "pandas.read_pickle"} & set(calls)
 
 

@@ -149,7 +149,7 @@ class ReplacementLayer(nn.Module, ABC):
     def __init__(self, config: ReplacementConfig) -> None:
         super().__init__()
         self.config = config
-        self.sparsity = config.sparsity.build()
+        self.sparsity = config.sparsity.build(config.num_units or 0)
         self.bias = nn.Parameter(torch.zeros(config.d_out or 0))
 
     @property

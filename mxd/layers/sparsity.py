@@ -55,8 +55,8 @@ class SparsityConfig(BaseModel, ABC):
         """A short name for folders and figures."""
 
     @abstractmethod
-    def build(self) -> Sparsity:
-        """Build the module."""
+    def build(self, units: int) -> Sparsity:
+        """Build the module for a layer of so many units."""
 
 
 class TopKConfig(SparsityConfig):
@@ -77,7 +77,7 @@ class TopKConfig(SparsityConfig):
         """For example ``k32``."""
         return f"k{self.k}"
 
-    def build(self) -> Sparsity:
+    def build(self, units: int) -> Sparsity:
         """Build the module."""
         return TopK(self.k)
 
@@ -105,7 +105,7 @@ class RandomKConfig(SparsityConfig):
         """For example ``randomk32``."""
         return f"randomk{self.k}"
 
-    def build(self) -> Sparsity:
+    def build(self, units: int) -> Sparsity:
         """Build the module."""
         return RandomK(self.k, self.spread)
 
@@ -128,12 +128,33 @@ class ReLUL1Config(SparsityConfig):
         """For example ``l1-0.001``."""
         return f"l1-{self.l1:g}"
 
-    def build(self) -> Sparsity:
+    def build(self, units: int) -> Sparsity:
         """Build the module."""
         return ReLUL1(self.l1)
 
 
-AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config, Field(discriminator="kind")]
+class JumpReLUConfig(SparsityConfig):
+    """Every unit above a threshold of its own is active: for layers imported from tools that train such thresholds."""
+
+    kind: Literal["jumprelu"] = "jumprelu"
+    """Selects this kind."""
+
+    @property
+    def max_k(self) -> None:
+        """Not bounded."""
+        return None
+
+    @property
+    def slug(self) -> str:
+        """``jumprelu``."""
+        return "jumprelu"
+
+    def build(self, units: int) -> Sparsity:
+        """Build the module."""
+        return JumpReLU(units)
+
+
+AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig, Field(discriminator="kind")]
 
 
 class TopK(Sparsity):
@@ -188,10 +209,35 @@ class ReLUL1(Sparsity):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
         """Keep every positive pre-activation."""
-        values = torch.relu(F.linear(x, weight, bias))
-        indices = torch.arange(len(weight), device=x.device).expand(values.shape)
-        return values, indices, True
+        return _every_unit(torch.relu(F.linear(x, weight, bias)))
 
     def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
         """Return the weighted L1 norm of the coefficients, averaged over tokens."""
         return self.l1 * (values.reshape(-1, values.shape[-1]) @ unit_norms()).mean()
+
+
+class JumpReLU(Sparsity):
+    """``a = pre * (pre > threshold)`` with ``pre = relu(x G + b_G)`` (Rajamanoharan et al., 2024).
+
+    The thresholds are state, not parameters: nothing here learns them, and with zeros this is a ReLU.
+    """
+
+    threshold: Tensor
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.register_buffer("threshold", torch.zeros(units))
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+        """Keep every pre-activation above its unit's threshold."""
+        positive = torch.relu(F.linear(x, weight, bias))
+        return _every_unit(positive * (positive > self.threshold))
+
+    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+        """Nothing is added."""
+        return values.new_zeros(())
+
+
+def _every_unit(values: Tensor) -> Choice:
+    """Return the choice that lists all units in order."""
+    return values, torch.arange(values.shape[-1], device=values.device).expand(values.shape), True

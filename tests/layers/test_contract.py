@@ -17,6 +17,7 @@ SPARSITIES = {
     "topk": {"kind": "topk", "k": 3},
     "random_k": {"kind": "random_k", "k": 4, "spread": 2},
     "relu_l1": {"kind": "relu_l1", "l1": 0.01},
+    "jumprelu": {"kind": "jumprelu"},
 }
 VARIANTS = {name: {"method": name} for name in LAYERS} | {
     "transcoder-skip": {"method": "transcoder", "skip": True},
@@ -143,7 +144,7 @@ def test_the_wrong_width_is_refused(layer, x):
 
 def test_the_code_is_the_largest_positive_pre_activations(layer, x):
     """ReLU first, then the K largest of them (all of them, where nothing bounds K)."""
-    code, k = layer.encode(x), {"topk": 3, "random_k": 4, "relu_l1": UNITS}[layer.config.sparsity.kind]
+    code, k = layer.encode(x), {"topk": 3, "random_k": 4}.get(layer.config.sparsity.kind, UNITS)
     weight, bias = layer.gate_parameters()
     pre = x @ weight.T + bias
     torch.testing.assert_close(layer.pre_activations(x), pre)

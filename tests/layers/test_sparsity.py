@@ -4,7 +4,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from mxd.layers.sparsity import AnySparsity, RandomKConfig, ReLUL1Config, TopKConfig
+from mxd.config import parse_config
+from mxd.errors import MxdError
+from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 
 
@@ -26,7 +28,7 @@ def draw(sparsity, gate, steps):
 def test_random_k_covers_its_range_evenly(gate, k, spread, low, high):
     """``K^`` is uniform on ``{K - K // s, ..., K + K // s}`` (appendix C.2); never below one unit."""
     config = RandomKConfig(k=k, spread=spread)
-    drawn = draw(config.build().train(), gate, 1000)
+    drawn = draw(config.build(40).train(), gate, 1000)
     assert set(drawn) == set(range(low, high + 1))
     assert config.max_k == high
     expected = 1000 / (high - low + 1)
@@ -34,26 +36,26 @@ def test_random_k_covers_its_range_evenly(gate, k, spread, low, high):
 
 
 def test_random_k_evaluates_with_k_and_does_not_count(gate):
-    sparsity = RandomKConfig(k=8).build().eval()
+    sparsity = RandomKConfig(k=8).build(40).eval()
     assert set(draw(sparsity, gate, 20)) == {8}
     assert sparsity.draws == 0
     values, indices, _ = sparsity(*gate)
-    expected = TopKConfig(k=8).build()(*gate)
+    expected = TopKConfig(k=8).build(40)(*gate)
     assert torch.equal(values, expected[0])
     assert torch.equal(indices, expected[1])
 
 
 def test_random_k_draws_on_where_the_state_dict_says(gate):
     """A resumed run draws what the uninterrupted one would have, whatever the global generators are at."""
-    sparsity = RandomKConfig(k=8).build().train()
+    sparsity = RandomKConfig(k=8).build(40).train()
     first = draw(sparsity, gate, 10)
     state = {name: tensor.clone() for name, tensor in sparsity.state_dict().items()}
     then = draw(sparsity, gate, 10)
     torch.manual_seed(99)
-    restored = RandomKConfig(k=8).build().train()
+    restored = RandomKConfig(k=8).build(40).train()
     restored.load_state_dict(state)
     assert draw(restored, gate, 10) == then != first
-    assert draw(RandomKConfig(k=8).build().train(), gate, 10) == first
+    assert draw(RandomKConfig(k=8).build(40).train(), gate, 10) == first
 
 
 def test_a_restored_layer_draws_the_same():
@@ -69,7 +71,7 @@ def test_a_restored_layer_draws_the_same():
 
 def test_reading_k_in_evaluation_leaves_the_training_draws_alone(gate):
     """Evaluating in the middle of a run must not change the run."""
-    straight, interrupted = (RandomKConfig(k=8).build().train() for _ in range(2))
+    straight, interrupted = (RandomKConfig(k=8).build(40).train() for _ in range(2))
     expected = draw(straight, gate, 6)
     head = draw(interrupted, gate, 3)
     draw(interrupted.eval(), gate, 4)
@@ -81,13 +83,13 @@ def test_reading_k_in_evaluation_leaves_the_training_draws_alone(gate):
 
 def test_l1_by_hand():
     """Two tokens, ``(1 * 2 + 0) + (3 * 2 + 2 * 5) = 18`` over them, halved by the mean and weighted by 0.1."""
-    sparsity = ReLUL1Config(l1=0.1).build()
+    sparsity = ReLUL1Config(l1=0.1).build(40)
     penalty = sparsity.penalty(torch.tensor([[1.0, 0.0], [3.0, 2.0]]), lambda: torch.tensor([2.0, 5.0]))
     assert penalty.item() == pytest.approx(0.9)
 
 
 def test_l1_averages_over_any_number_of_tokens(gate):
-    sparsity, values, norms = ReLUL1Config(l1=0.1).build(), torch.rand(4, 3, 40), torch.rand(40)
+    sparsity, values, norms = ReLUL1Config(l1=0.1).build(40), torch.rand(4, 3, 40), torch.rand(40)
     flat = sparsity.penalty(values.reshape(12, 40), lambda: norms)
     torch.testing.assert_close(sparsity.penalty(values, lambda: norms), flat)
     torch.testing.assert_close(sparsity.penalty(values.repeat(2, 1, 1), lambda: norms), flat)
@@ -122,10 +124,41 @@ def test_l1_training_switches_units_off():
 
 def test_relu_keeps_every_positive_unit(gate):
     x, weight, bias = gate
-    values, indices, all_units = ReLUL1Config().build()(*gate)
+    values, indices, all_units = ReLUL1Config().build(40)(*gate)
     assert all_units
     torch.testing.assert_close(values, torch.relu(x @ weight.T + bias))
     assert indices.tolist() == [list(range(40))] * 3
+
+
+# --- JumpReLU -----------------------------------------------------------------------------------------------------
+
+
+def test_jumprelu_keeps_what_is_above_its_units_threshold(gate):
+    """Whole, not less the threshold; what is exactly at it is off; a negative threshold is as good as zero."""
+    x, weight, bias = gate
+    pre = x @ weight.T + bias
+    sparsity = JumpReLUConfig().build(40)
+    sparsity.threshold.copy_(torch.rand(40))
+    sparsity.threshold[3], sparsity.threshold[4] = torch.nn.functional.linear(x, weight, bias)[1, 3].abs(), -5.0
+    weight[3], bias[3] = weight[3] * pre[1, 3].sign(), bias[3] * pre[1, 3].sign()
+    pre = torch.nn.functional.linear(x, weight, bias)
+    values, indices, all_units = sparsity(x, weight, bias)
+    assert all_units and indices.tolist() == [list(range(40))] * 3
+    assert torch.equal(values, torch.where((pre > sparsity.threshold) & (pre > 0), pre, torch.zeros(())))
+    assert values[1, 3] == 0 < pre[1, 3] and 10 < (values > 0).sum() < (pre > 0).sum()
+
+
+def test_jumprelu_thresholds_are_state_and_not_parameters():
+    config = TranscoderConfig(d_in=6, d_out=5, num_units=40, sparsity=JumpReLUConfig())
+    layer = config.build()
+    assert "sparsity.threshold" in layer.state_dict() and "sparsity.threshold" not in dict(layer.named_parameters())
+    assert config.num_params == sum(p.numel() for p in layer.parameters())
+
+
+def test_jumprelu_cannot_be_trained():
+    run = {"replacements": [{"method": "transcoder", "sparsity": {"kind": "jumprelu"}}]}
+    with pytest.raises(MxdError, match="jumprelu is for imported layers"):
+        parse_config(run)
 
 
 # --- configs ------------------------------------------------------------------------------------------------------
@@ -137,6 +170,7 @@ def test_relu_keeps_every_positive_unit(gate):
         (TopKConfig(k=8), 8, "k8"),
         (RandomKConfig(k=8, spread=4), 10, "randomk8"),
         (ReLUL1Config(l1=0.005), None, "l1-0.005"),
+        (JumpReLUConfig(), None, "jumprelu"),
     ],
 )
 def test_configs(config, max_k, slug):
@@ -151,6 +185,7 @@ def test_configs(config, max_k, slug):
         {"kind": "random_k", "k": 4, "spread": 0},
         {"kind": "relu_l1", "l1": -1.0},
         {"kind": "relu_l1", "k": 4},
+        {"kind": "jumprelu", "threshold": 1.0},
         {"kind": "topp"},
         {"k": 4},
     ],

@@ -1,0 +1,258 @@
+"""Other tools' files: one file here for each format, and the two directions.
+
+    import_layers(path, out, "sparsify", model="gpt2")           their files -> mxd checkpoints
+    export_layers({name: layer}, base, text, out, "sparsify")    mxd layers -> their files
+
+This is the one place outside ``layers/`` that asks which method a layer is: the formats hold transcoders, nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from mxd.activations import activation_batches
+from mxd.checkpoint import Provenance, Trained, fit_tensors, save_layer, versions
+from mxd.data import Blocks
+from mxd.errors import MxdError, unknown
+from mxd.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
+from mxd.formats.base import Format, Found, Outgoing, Reads
+from mxd.formats.conventions import affine, norms, shift_input
+from mxd.formats.jumprelu import Loss, fit_and_measure, measure
+from mxd.layers.transcoder import Transcoder
+from mxd.model import FrozenModel, load_frozen
+
+FORMATS = {
+    "sparsify": sparsify.FORMAT,
+    "saelens": saelens.FORMAT,
+    "circuit-tracer": circuit_tracer.FORMAT,
+    "gemma-scope": gemma_scope.FORMAT,
+    "reference": reference.FORMAT,
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One layer that was converted."""
+
+    source: str
+    path: Path
+    loss: Loss | None = None
+    """What is lost, where something is."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+
+
+def import_layers(
+    source: str | Path,
+    out: str | Path,
+    tool: str,
+    model: str | None = None,
+    layer: int | None = None,
+    reads: Reads | None = None,
+    device: str = "auto",
+) -> list[Converted]:
+    """Convert another tool's files to checkpoints, ``OUT/layer8-tc-k32``.
+
+    Args:
+        source: file or folder.
+        out: folder that gets a folder for each layer.
+        tool: name in ``FORMATS``.
+        model: base model; by default what the files name.
+        layer: block, where the files do not say; of several, the one to convert.
+        reads: what the layers read, where the files leave that open: ``mlp_in`` or ``normalized``.
+        device: where the base model is loaded, to fingerprint it and to read its norms.
+
+    Raises:
+        MxdError: unknown format, files that are not that format's, conventions that no layer of mxd has, a base model
+            that does not fit, or no base model or block known.
+    """
+    found = [item for item in _format(tool).read(Path(source)) if layer is None or item.layer in (None, layer)]
+    if not found:
+        raise MxdError(f"{source} holds no layer for block {layer}; leave --layer out to see what it holds.")
+    name = model or next((item.base_model for item in found if item.base_model), None)
+    if name is None:
+        raise MxdError(f"{source} does not say what its base model is; give it: --model.")
+    base = load_frozen(name, device=device)
+    ready = [_adapt(item, base, layer, reads) for item in found]
+    names = [f"layer{provenance.layer}-{item.config.slug}" for item, provenance in ready]
+    if len(set(names)) < len(names):
+        raise MxdError(
+            f"{source} holds several layers that would be called {max(names, key=names.count)}; convert them apart."
+        )
+    converted = []
+    for (item, provenance), folder in zip(ready, names, strict=True):
+        built = item.config.build()
+        fit_tensors(built.state_dict(), item.tensors, item.where)
+        built.load_state_dict(dict(item.tensors))
+        path = save_layer(Path(out) / folder, built, provenance)
+        converted.append(Converted(item.where, path, notes=item.notes))
+    return converted
+
+
+def export_layers(
+    layers: Mapping[str, Trained],
+    base: FrozenModel,
+    held_out: Callable[[], Blocks],
+    out: str | Path,
+    tool: str,
+    jumprelu: bool = False,
+    tokens: int = 32_768,
+) -> list[Converted]:
+    """Convert layers to another tool's files, and measure what is lost where something is.
+
+    Args:
+        layers: name -> layer of this base model.
+        base: the base model; it names hookpoints, and its activations fit thresholds.
+        held_out: gives the contexts to fit and measure on; called only where something is lost.
+        out: new folder.
+        tool: name in ``FORMATS``.
+        jumprelu: write fitted JumpReLU thresholds in place of TopK also where the tool has TopK.
+        tokens: held-out tokens; half of them fit thresholds, the other half measure.
+
+    Raises:
+        MxdError: unknown or read-only format, a layer it cannot hold or of another base model, or a folder that exists.
+    """
+    write = _format(tool).write
+    if write is None:
+        raise unknown("format to write", tool, [name for name, item in FORMATS.items() if item.write])
+    for name, trained in layers.items():
+        _check_transcoder(name, trained, tool)
+        if trained.provenance.fingerprint != base.fingerprint(trained.provenance.layer):
+            raise MxdError(
+                f"{name} was trained for {trained.provenance.model!r}; {base.source!r} has other weights there."
+            )
+    outgoing, losses = [], []
+    for name, trained in layers.items():
+        layer, loss = _prepare(name, trained, base, held_out, tool, jumprelu, tokens)
+        outgoing.append(Outgoing(layer, trained.provenance, asdict(loss) if loss else {}))
+        losses.append(loss)
+    paths = write(outgoing, Path(out), base)
+    return [Converted(name, path, loss) for name, path, loss in zip(layers, paths, losses, strict=True)]
+
+
+def _format(tool: str) -> Format:
+    if tool not in FORMATS:
+        raise unknown("format", tool, FORMATS)
+    return FORMATS[tool]
+
+
+def _check_transcoder(name: str, trained: Trained, tool: str) -> None:
+    """Refuse what no format here can hold."""
+    if not isinstance(trained.layer, Transcoder):
+        raise MxdError(
+            f"{name}: {tool} holds transcoders and skip transcoders. This is an {trained.layer.config.label}, which "
+            "only mxd's own files hold, and a model that `mxd export-model` writes."
+        )
+
+
+def _prepare(
+    name: str,
+    trained: Trained,
+    base: FrozenModel,
+    held_out: Callable[[], Blocks],
+    tool: str,
+    jumprelu: bool,
+    tokens: int,
+) -> tuple[Transcoder, Loss | None]:
+    """Return the layer as the format can hold it, and what that loses."""
+    layer, form = trained.layer, FORMATS[tool]
+    assert isinstance(layer, Transcoder)
+    kind, is_topk = layer.config.sparsity.kind, layer.config.sparsity.max_k is not None
+    fit = jumprelu or kind not in form.kinds
+    if fit and not (is_topk and "jumprelu" in form.kinds):
+        holders = ", ".join(other for other, item in FORMATS.items() if kind in item.kinds)
+        raise MxdError(
+            f"{name}: {tool} holds {', '.join(form.kinds)}, and this layer is {kind}; only TopK can be turned into "
+            f"JumpReLU, where a format has that. Formats that hold it as it is: {holders}."
+        )
+    if not fit and (form.forward is None or not is_topk):
+        return layer, None
+    layer = layer.to(base.device)
+    x, y = _record(base, trained.provenance, held_out(), tokens)
+    if fit:
+        half = len(x) // 2
+        return fit_and_measure(layer, x[:half], x[half:], y[half:])
+    assert form.forward is not None
+    return layer, measure(layer, *form.forward(layer, x), x, y)
+
+
+def _record(base: FrozenModel, about: Provenance, blocks: Blocks, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return MLP inputs and outputs on held-out text; the two halves come from different contexts."""
+    half = max(1, tokens // 2)
+    batch = min(1024, half)
+    stream = activation_batches(base, [about.layer], blocks, batch, half, about.masked_ids)
+    pairs = [found.sites[about.layer] for found in islice(stream, 2 * (half // batch))]
+    if len(pairs) < 2:
+        raise MxdError(
+            f"the held-out text is shorter than {2 * batch:,} tokens; lower --tokens or give another --source."
+        )
+    x, y = zip(*pairs, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def _adapt(item: Found, base: FrozenModel, layer: int | None, reads: Reads | None) -> tuple[Found, Provenance]:
+    """Bring a layer to mxd's conventions for one block of the base model."""
+    number = item.layer if item.layer is not None else layer
+    if number is None:
+        raise MxdError(f"{item.where} does not say which block it replaces; give it: --layer.")
+    shape = base.mlp_shape(number)
+    if (item.config.d_in, item.config.d_out) != (shape.d_in, shape.d_out):
+        raise MxdError(
+            f"{item.where} has widths {(item.config.d_in, item.config.d_out)}, layer {number} of {base.source!r} "
+            f"{(shape.d_in, shape.d_out)}: another base model."
+        )
+    before, after = norms(base, number)
+    if _reads(item, before, reads) == "normalized":
+        item = replace(item, tensors=shift_input(item.tensors, *affine(before, shape.d_in)))
+    provenance = _provenance(item, base, number)
+    if item.writes == "added" and after is not None:
+        name = next(name for name, module in base.blocks[number].named_modules() if module is after)
+        note = f"it predicts the output of {name}, not of the mlp module: it can be read, and not be spliced"
+        item, provenance = _noted(item, note), provenance.model_copy(update={"site": f"mlp and {name}"})
+    if item.writes == "centred" and isinstance(before, nn.LayerNorm):
+        note = "its outputs are centred (less their mean over the width), which no later layer norm sees"
+        convention = f"{provenance.input_convention}; {note}"
+        item, provenance = _noted(item, note), provenance.model_copy(update={"input_convention": convention})
+    return item, provenance
+
+
+def _noted(item: Found, note: str) -> Found:
+    return replace(item, notes=(*item.notes, note))
+
+
+def _reads(item: Found, norm: nn.Module | None, stated: Reads | None) -> Reads:
+    """Return what a layer reads; where the files leave it open, as stated or as the kind of norm tells."""
+    if None not in (item.reads, stated) and item.reads != stated:
+        raise MxdError(f"{item.where} reads {item.reads}, not {stated}; leave --reads out.")
+    known = item.reads or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
+    if known is None:
+        raise MxdError(
+            f"{item.where} reads ln2.hook_normalized of a LayerNorm, which TransformerLens 2 has after the affine part "
+            "(before it where weights were folded), TransformerLens 3 before it. Say which: --reads mlp_in (after) or "
+            "--reads normalized (before)."
+        )
+    return known
+
+
+def _provenance(item: Found, base: FrozenModel, number: int) -> Provenance:
+    """Return what the files know of the layer's training, for this base model."""
+    fingerprint = base.fingerprint(number)
+    if item.provenance is None:
+        dtype = str(next(base.module.parameters()).dtype).removeprefix("torch.")
+        known = Provenance(model=base.source, revision=base.revision, layer=number, fingerprint=fingerprint)
+        return known.model_copy(update={"model_dtype": dtype, "versions": versions(), **item.record})
+    try:
+        recorded = Provenance.model_validate(item.provenance)
+    except ValidationError as error:
+        raise MxdError(f"{item.where}: what mxd left in the config is damaged: {error}") from error
+    if (recorded.layer, recorded.fingerprint) != (number, fingerprint):
+        raise MxdError(
+            f"{item.where} was trained for layer {recorded.layer} of {recorded.model!r} (MLP fingerprint "
+            f"{recorded.fingerprint}), not for layer {number} of {base.source!r} ({fingerprint})."
+        )
+    return recorded.model_copy(update={"model": base.source, "revision": base.revision})

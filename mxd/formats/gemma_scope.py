@@ -1,0 +1,68 @@
+"""Gemma Scope 2 transcoders, import only: JumpReLU, some with an affine skip.
+
+<folder>/config.json           hf_hook_point_in, hf_hook_point_out, architecture, model_name
+<folder>/params.safetensors    w_enc [d, n], b_enc [n], w_dec [n, o], b_dec [o], threshold [n], and in
+                               some affine_skip_connection [d, o]
+
+    y = a w_dec + b_dec + x affine_skip_connection,   a = pre * (pre > threshold),   pre = x w_enc + b_enc
+
+They predict what the block adds to the residual stream, which in Gemma is a norm of the MLP's output.
+"""
+
+from pathlib import Path
+
+from mxd.errors import MxdError
+from mxd.formats.base import (
+    Format,
+    Found,
+    Settings,
+    as_transcoder,
+    positive_thresholds,
+    read_settings,
+    read_tensors,
+    site,
+    take,
+)
+from mxd.layers.sparsity import JumpReLUConfig
+
+NAMES = {
+    "w_enc": "encoder",
+    "b_enc": "encoder_bias",
+    "w_dec": "decoder",
+    "b_dec": "bias",
+    "affine_skip_connection": "skip",
+    "threshold": "sparsity.threshold",
+}
+
+
+class Scope(Settings):
+    """``config.json``."""
+
+    architecture: str
+    hf_hook_point_in: str
+    hf_hook_point_out: str | None = None
+    model_name: str | None = None
+    width: int | None = None
+
+
+def read(path: Path) -> list[Found]:
+    """Read one transcoder's folder.
+
+    Raises:
+        MxdError: no such files, or an autoencoder or cross-layer transcoder.
+    """
+    where, settings = str(path), read_settings(path / "config.json", Scope)
+    if settings.architecture != "jump_relu":
+        raise MxdError(f"{where}: architecture {settings.architecture!r}, expected 'jump_relu'.")
+    if settings.hf_hook_point_out in (None, settings.hf_hook_point_in):
+        raise MxdError(f"{where} is an autoencoder of {settings.hf_hook_point_in}: it does not replace an MLP.")
+    weights = take(read_tensors(path / "params.safetensors"), NAMES, where)
+    if "encoder" in weights:
+        weights["encoder"] = weights["encoder"].mT
+    positive_thresholds(where, weights)
+    config, tensors = as_transcoder(where, weights, JumpReLUConfig(), {"width": (settings.width, "encoder", 0)})
+    layer, reads, writes = site(settings.hf_hook_point_in, settings.hf_hook_point_out, where)
+    return [Found(where, config, tensors, settings.model_name, layer, reads, writes)]
+
+
+FORMAT = Format(read)
