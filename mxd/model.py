@@ -200,7 +200,7 @@ class FrozenModel:
             layer: the first block that runs.
             hidden: what block ``layer - 1`` returned for the same input (``block_outputs``); unused for layer 0.
         """
-        below = list(self.blocks[:layer])
+        below = [_unwrap(block) for block in self.blocks[:layer]]  # a bridge around it hands on what it is given
         own = [block.__dict__.get("forward") for block in below]  # set where accelerate has hooked a block
         for block in below:
             block.forward = lambda *args, **kwargs: hidden
@@ -221,7 +221,7 @@ class FrozenModel:
         def keep(layer: int) -> Callable[..., None]:
             return lambda module, args, output: found.__setitem__(layer, output)
 
-        handles = [self.blocks[layer - 1].register_forward_hook(keep(layer)) for layer in layers if layer > 0]
+        handles = [_unwrap(self.blocks[layer - 1]).register_forward_hook(keep(layer)) for layer in layers if layer > 0]
         try:
             yield found
         finally:

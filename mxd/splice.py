@@ -7,26 +7,35 @@ model.module.generate(...)
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
-from mxd.checkpoint import Provenance, Trained
+from mxd.checkpoint import Provenance, Trained, load_layer
 from mxd.errors import MxdError
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, wrap
 
 Replacement = nn.Module | Trained
 """A layer, any module that maps one tensor to one tensor, or a layer with its provenance."""
+Where = str | Path
+"""Where a layer with its provenance lies: its folder, or a Hub reference ``org/name[/subfolder][@revision]``."""
+
+
+class RevisionWarning(UserWarning):
+    """A replacement was trained on another revision of the base model, whose MLP is the same."""
 
 
 @contextmanager
 def spliced(
     model: Any,
-    replacements: Mapping[int, Replacement],
+    replacements: Mapping[int, Replacement | Where],
     masked_ids: Sequence[int] | None = None,
     check: bool = True,
+    mask: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[FrozenModel]:
     """Splice replacements in for the length of the block; the model is as before afterwards, also after an exception.
 
@@ -34,16 +43,17 @@ def spliced(
 
     Args:
         model: a ``FrozenModel``, a loaded Hugging Face model or a TransformerLens bridge.
-        replacements: block number -> layer, module, or what ``load_layer`` returned.
+        replacements: block number -> layer, module, what ``load_layer`` returned, or a path or Hub reference for it.
         masked_ids: at positions that hold one of these tokens the base MLP answers, since replacements were trained
             without them (attention sinks). By default what each replacement's provenance says; for bare modules none.
         check: compare provenance with the model.
+        mask: block number -> units that are switched off: their terms are dropped from the replacement's output.
 
     Raises:
-        MxdError: no such layer, wrong width, or a replacement that was trained for another model or block.
+        MxdError: no such layer or unit, wrong width, or a replacement that was trained for another model or block.
     """
     frozen = wrap(model)
-    undo = _splice(frozen, replacements, masked_ids, check)
+    undo = _splice(frozen, replacements, masked_ids, check, mask or {})
     try:
         yield frozen
     finally:
@@ -52,18 +62,21 @@ def spliced(
 
 def splice(
     model: Any,
-    replacements: Mapping[int, Replacement],
+    replacements: Mapping[int, Replacement | Where],
     masked_ids: Sequence[int] | None = None,
     check: bool = True,
+    mask: Mapping[int, Sequence[int]] | None = None,
 ) -> FrozenModel:
     """Splice replacements in for good; arguments and errors as ``spliced``."""
     frozen = wrap(model)
-    _splice(frozen, replacements, masked_ids, check)
+    _splice(frozen, replacements, masked_ids, check, mask or {})
     return frozen
 
 
 def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> None:
     """Check that a replacement was trained for this block of this model.
+
+    The same MLP in another revision of the model is a ``RevisionWarning``.
 
     Raises:
         MxdError: another block, or other base weights.
@@ -73,11 +86,23 @@ def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> 
             f"this replacement was trained for layer {provenance.layer}, not {layer}; splice it there, or pass "
             "check=False to insist."
         )
+    if provenance.site != "mlp":
+        raise MxdError(
+            f"this replacement predicts the output of {provenance.site!r}, not of the mlp module, in whose place it "
+            "would stand; pass check=False to insist."
+        )
     if provenance.fingerprint != model.fingerprint(layer):
         raise MxdError(
             f"this replacement was trained for layer {layer} of {provenance.model!r} (revision {provenance.revision}, "
             f"MLP fingerprint {provenance.fingerprint}); {model.source!r} has other weights there (fingerprint "
             f"{model.fingerprint(layer)}). Load that model, or pass check=False to insist."
+        )
+    if provenance.revision and model.revision and provenance.revision != model.revision:
+        warn(
+            f"the replacement of layer {layer} was trained on {provenance.model!r} at revision {provenance.revision}; "
+            f"{model.source!r} is at revision {model.revision}. This MLP is the same in both; the rest may differ.",
+            RevisionWarning,
+            stacklevel=2,
         )
 
 
@@ -91,20 +116,25 @@ class _TokenIds:
 class SplicedMLP(nn.Module):
     """A replacement in an MLP's place; where ``masked_ids`` stand, and for layers that read it, the base MLP runs."""
 
-    def __init__(self, layer: nn.Module, base: nn.Module, masked_ids: Sequence[int], seen: _TokenIds) -> None:
+    off: Tensor | None
+
+    def __init__(
+        self, layer: nn.Module, base: nn.Module, masked_ids: Sequence[int], off: Tensor | None, seen: _TokenIds
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.base = base
         self.masked_ids = list(masked_ids)
         self.reads = layer.config.reads if isinstance(layer, ReplacementLayer) else "mlp_in"
+        self.register_buffer("off", off, persistent=False)
         self._seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the replacement's output, and the base MLP's at masked positions."""
         if not self.masked_ids and self.reads == "mlp_in":
-            return self.layer(x)
+            return self._replaced(x)
         base_out = self.base(x)
-        out = self.layer(x if self.reads == "mlp_in" else base_out)
+        out = self._replaced(x if self.reads == "mlp_in" else base_out)
         if not self.masked_ids:
             return out
         ids = self._seen.ids
@@ -116,13 +146,24 @@ class SplicedMLP(nn.Module):
         masked = torch.isin(ids, torch.tensor(self.masked_ids, device=ids.device))
         return torch.where(masked.unsqueeze(-1).to(x.device), base_out, out)
 
+    def _replaced(self, x: Tensor) -> Tensor:
+        if self.off is None or not isinstance(self.layer, ReplacementLayer):
+            return self.layer(x)
+        code = self.layer.encode(x)
+        return self.layer.decode(x, code._replace(values=code.values.masked_fill(self.off[code.indices], 0)))
+
 
 def _splice(
-    model: FrozenModel, replacements: Mapping[int, Replacement], masked_ids: Sequence[int] | None, check: bool
+    model: FrozenModel,
+    replacements: Mapping[int, Replacement | Where],
+    masked_ids: Sequence[int] | None,
+    check: bool,
+    mask: Mapping[int, Sequence[int]],
 ) -> Any:
     ready = {
         number: _prepare(model, number, replacement, masked_ids, check) for number, replacement in replacements.items()
     }
+    off = {number: _switched_off(mask[number], number, ready) for number in mask}
     seen = _TokenIds()
     handle = model.module.register_forward_pre_hook(
         lambda module, args, kwargs: setattr(seen, "ids", kwargs.get("input_ids", args[0] if args else None)),
@@ -133,7 +174,7 @@ def _splice(
         parent, name = model.slot(number)
         base = getattr(parent, name)
         originals.append((parent, name, base, base.training, layer, layer.training))
-        setattr(parent, name, SplicedMLP(layer, base, masked, seen).eval())
+        setattr(parent, name, SplicedMLP(layer, base, masked, off.get(number), seen).eval())
 
     def undo() -> None:
         handle.remove()
@@ -145,13 +186,15 @@ def _splice(
 
 
 def _prepare(
-    model: FrozenModel, number: int, replacement: Replacement, masked_ids: Sequence[int] | None, check: bool
+    model: FrozenModel, number: int, replacement: Replacement | Where, masked_ids: Sequence[int] | None, check: bool
 ) -> tuple[nn.Module, Sequence[int]]:
     """Check one replacement before anything is changed."""
     model.check_layer(number)
     base = model.mlp(number)
     if isinstance(base, SplicedMLP):
         raise MxdError(f"layer {number} is spliced already; leave that block first.")
+    if isinstance(replacement, str | Path):
+        replacement = load_layer(replacement)
     provenance = replacement.provenance if isinstance(replacement, Trained) else None
     layer = replacement.layer if isinstance(replacement, Trained) else replacement
     if isinstance(layer, ReplacementLayer):
@@ -168,3 +211,22 @@ def _prepare(
     if masked_ids is None:
         masked_ids = provenance.masked_ids if provenance is not None else ()
     return layer, masked_ids
+
+
+def _switched_off(
+    units: Sequence[int], number: int, ready: Mapping[int, tuple[nn.Module, Sequence[int]]]
+) -> Tensor | None:
+    """Return which units of a block's replacement are masked, or ``None`` for none."""
+    if number not in ready:
+        raise MxdError(f"mask names layer {number}; spliced are: {', '.join(map(str, ready))}.")
+    layer = ready[number][0]
+    if not isinstance(layer, ReplacementLayer):
+        raise MxdError(f"mask: the {type(layer).__name__} at layer {number} has no units; only mxd's layers have.")
+    wrong = [unit for unit in units if not 0 <= unit < layer.num_units]
+    if wrong:
+        raise MxdError(f"mask: layer {number} has units 0 ... {layer.num_units - 1}, got {wrong[0]}.")
+    if not units:
+        return None
+    off = torch.zeros(layer.num_units, dtype=torch.bool, device=layer.bias.device)
+    off[list(units)] = True
+    return off

@@ -1,0 +1,149 @@
+"""A causal language model in which sparse layers stand in for some of the MLPs, as `mxd export-model` writes it.
+
+Plain PyTorch on top of the base model's own class, for inference; it needs torch and transformers (5.0 or later) only.
+"mxd" in config.json says which layers are replaced, by what, how that was trained, and for which base model.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config as BaseConfig
+from transformers import GPT2LMHeadModel as BaseModel
+from transformers import __version__
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class SplicedConfig(BaseConfig):
+    """The base model's config, and what is spliced in under ``mxd``."""
+
+    model_type = f"mxd_{BaseConfig.model_type}"
+
+
+class SparseLayer(nn.Module):
+    """A replacement layer; units are rows of its weights, so ``x G`` of the papers is ``x @ gate.T`` here.
+
+    mxd         y = (a C) * (z D) + b               a: the active units, z: the dense encoder's hidden state
+    cp_mumoe    y = ((a C') * (z D')) W + b
+    transcoder  y = a D + b, plus x S with a skip
+    topk_sae    the same, of the base MLP's output
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        for name, shape in spec["shapes"].items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output for any leading shape, in the dtype of ``x``; computed in that of the weights."""
+        rows = x.reshape(-1, x.shape[-1]).to(self.bias.dtype)
+        if self.spec["method"] == "mxd":
+            experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
+            out = torch.addcmul(self.bias, experts, self.hidden(rows) @ self.decoder)
+        elif self.spec["method"] == "cp_mumoe":
+            experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+            out = (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
+        else:
+            out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
+            if "skip" in self.spec["shapes"]:
+                out = out + rows @ self.skip
+        return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
+
+    def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
+        """Return ``a @ table``, where ``a`` are the active units' strengths and the table has a row for each unit."""
+        sparsity, strength = self.spec["sparsity"], F.linear(x, weight, bias).relu()
+        if sparsity["kind"] in ("topk", "random_k"):
+            values, units = strength.topk(sparsity["k"])
+            return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
+        if sparsity["kind"] == "jumprelu":
+            strength = strength * (strength > self.sparsity_threshold)
+        return strength @ table
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return the dense encoder's hidden state, in the base MLP's form: plain or gated."""
+        activation = ACTIVATIONS[self.spec["activation"]]
+        linear = F.linear(x, self.encoder_weight, self.encoder_bias)
+        if not self.spec["glu"]:
+            return activation(linear)
+        return activation(F.linear(x, self.encoder_glu_weight, self.encoder_glu_bias)) * linear
+
+
+class TokenIds:
+    """The token ids of the forward under way."""
+
+    now: Tensor | None = None
+
+
+class SplicedMLP(nn.Module):
+    """A sparse layer in an MLP's place. The MLP stays where it is read, and where masked tokens keep it."""
+
+    def __init__(self, spec: dict[str, Any], mlp: nn.Module, token_ids: TokenIds) -> None:
+        super().__init__()
+        self.layer = SparseLayer(spec)
+        self.reads = spec["reads"]
+        self.masked_ids = spec["masked_ids"]
+        self.original = mlp if self.masked_ids or self.reads == "mlp_out" else None
+        self.token_ids = token_ids
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sparse layer's output, and at masked tokens, which it was not trained on, the MLP's own."""
+        if self.original is None:
+            return self.layer(x)
+        original = self.original(x)
+        out = self.layer(original if self.reads == "mlp_out" else x)
+        if not self.masked_ids:
+            return out
+        ids = self.token_ids.now
+        if ids is None or ids.shape != x.shape[:-1]:
+            raise ValueError("this model has masked tokens: call it with input_ids, not inputs_embeds")
+        masked = torch.isin(ids, torch.tensor(self.masked_ids, device=ids.device))
+        return torch.where(masked.unsqueeze(-1).to(x.device), original, out)
+
+
+class SplicedForCausalLM(BaseModel):
+    """The base model with the layers of ``config.mxd`` spliced in; the layers stay in float32 in whatever dtype."""
+
+    config_class = SplicedConfig
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = [*(BaseModel._keep_in_fp32_modules_strict or ()), "mlp.layer"]
+
+    def __init__(self, config: SplicedConfig) -> None:
+        super().__init__(config)
+        token_ids = TokenIds()
+        blocks = self.get_submodule(config.mxd["blocks"])
+        for number, spec in config.mxd["layers"].items():
+            blocks[int(number)].mlp = SplicedMLP(spec, blocks[int(number)].mlp, token_ids)
+        self.base_model.token_ids = token_ids
+        self.base_model.register_forward_pre_hook(note_token_ids, with_kwargs=True)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load strictly: transformers only warns of missing tensors, and leaves random numbers in their place."""
+        kwargs.setdefault("key_mapping", renamed())
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        wrong = [f"{kind}: {', '.join(sorted(map(str, found)))}" for kind, found in info.items() if found]
+        if wrong:
+            made = model.config.mxd["versions"]["transformers"]
+            hint = f"the repository is damaged, or was made for another transformers ({made}; this is {__version__})"
+            raise ValueError(f"{hint}: {'; '.join(wrong)}")
+        return (model, info) if output_loading_info else model
+
+
+def renamed() -> dict[str, str] | None:
+    """Return how tensors may have to be renamed: GPT-NeoX's last layer has two names among releases of transformers."""
+    if BaseConfig.model_type != "gpt_neox":
+        return None
+    here = next(iter(BaseModel._tied_weights_keys)).partition(".")[0]
+    return {rf"^{name}\.": f"{here}." for name in ("embed_out", "lm_head") if name != here}
+
+
+def note_token_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep the token ids that the model is called with, for the spliced MLPs."""
+    model.token_ids.now = kwargs.get("input_ids", args[0] if args else None)

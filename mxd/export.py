@@ -1,0 +1,226 @@
+"""Write a spliced model as a normal transformers repository, which loads where mxd is not installed.
+
+config.json             the base model's, under a ``model_type`` of its own, and what is spliced in under ``mxd``
+model.safetensors       all weights; an MLP that nothing needs any more is left out
+modeling_spliced.py     the code: plain PyTorch on top of the base model's class
+and the tokenizer, the generation config, a README
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub import ModelCardData, save_torch_state_dict
+from torch import Tensor, nn
+
+from mxd.checkpoint import FORMAT, Trained, atomic_folder, load_layer, load_layers, read_json, versions, write_json
+from mxd.errors import MxdError
+from mxd.layers import ReplacementLayer
+from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
+from mxd.splice import Replacement, SplicedMLP, Where, spliced
+
+CODE = "modeling_spliced.py"
+MODEL_CLASS = "SplicedForCausalLM"
+
+
+def export_model(
+    model: Any,
+    replacements: Mapping[int, Replacement | Where],
+    out: str | Path,
+    masked_ids: Sequence[int] | None = None,
+    check: bool = True,
+) -> Path:
+    """Write the model with the replacements spliced in; it appears whole or not at all, and the model stays as it is.
+
+    ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` gives the spliced model's logits.
+
+    Args:
+        model: a ``FrozenModel`` or a loaded Hugging Face model.
+        replacements: block number -> layer, what ``load_layer`` returned, or a path or Hub reference for it.
+        out: the folder; new, empty, or an earlier export.
+        masked_ids: as in ``spliced``.
+        check: compare provenance with the model.
+
+    Raises:
+        MxdError: as ``spliced``; nothing to splice; a model whose class is not one of transformers' own; another
+            module than one of mxd's layers; a folder that holds something else or cannot be written.
+    """
+    frozen, out = wrap(model), Path(out)
+    loaded = {n: load_layer(r) if isinstance(r, str | Path) else r for n, r in sorted(replacements.items())}
+    if not loaded:
+        raise MxdError("nothing to export: give at least one replacement.")
+    code = _code(frozen)
+    if not _replaceable(out):
+        raise MxdError(f"{out} exists and holds something else; choose another folder.")
+    with spliced(frozen, loaded, masked_ids, check), atomic_folder(out) as partial:
+        mlps = {number: cast(SplicedMLP, frozen.mlp(number)) for number in loaded}
+        config = _config(frozen, mlps, loaded)
+        tensors = _tensors(frozen, config["mxd"]["blocks"], mlps)
+        module: Any = frozen.module
+        save_torch_state_dict(tensors, partial, shared_tensors_to_discard=[*module.all_tied_weights_keys])
+        (partial / CODE).write_text(code, encoding="utf-8")
+        (partial / "README.md").write_text(_card(frozen, mlps), encoding="utf-8")
+        module.generation_config.to_json_file(partial / "generation_config.json")
+        if frozen.tokenizer is not None:
+            frozen.tokenizer.save_pretrained(partial)
+        write_json(partial / "config.json", config)
+    return out
+
+
+def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str | Path) -> Path:
+    """Load a base model and checkpoints that replace different layers of it, and export them together.
+
+    The model is loaded in the dtype the checkpoints were trained with, and, where it goes by the name they give, at
+    the revision they give.
+
+    Args:
+        model: the base model, as ``load_frozen`` takes it.
+        checkpoints: layer folders, run folders, or Hub references to either.
+        out: as in ``export_model``.
+
+    Raises:
+        MxdError: a damaged checkpoint, two for the same layer, different dtypes, or as ``export_model``.
+    """
+    loaded: dict[int, Trained] = {}
+    for trained in (trained for given in checkpoints for trained in load_layers(given).values()):
+        if (layer := trained.provenance.layer) in loaded:
+            raise MxdError(f"two checkpoints replace layer {layer}, {loaded[layer].path} and {trained.path}; give one.")
+        loaded[layer] = trained
+    wanted = {
+        (t.provenance.revision if t.provenance.model == model else None, t.provenance.model_dtype)
+        for t in loaded.values()
+    }
+    if len(wanted) != 1:
+        raise MxdError(f"the checkpoints were trained on different revisions or dtypes: {sorted(map(str, wanted))}.")
+    revision, dtype = wanted.pop()
+    return export_model(load_frozen(model, revision=revision, dtype=dtype, device="cpu"), loaded, out)
+
+
+def _code(model: FrozenModel) -> str:
+    """Return the code file on top of this model's own classes.
+
+    Raises:
+        MxdError: they are not transformers' own, or the model is wrapped, spliced or quantized.
+    """
+    import transformers
+
+    names = {"model": type(model.module).__name__, "config": type(model.config).__name__}
+    own = [getattr(transformers, name, None) for name in names.values()] == [type(model.module), type(model.config)]
+    changed = any(
+        isinstance(m, SplicedMLP) or "_original_component" in name for name, m in model.module.named_modules()
+    )
+    quantization = getattr(model.config, "quantization_config", None)
+    packed = quantization is not None and getattr(quantization, "quant_method", None) != "gguf"  # unpacked when read
+    if not own or changed or packed:
+        raise MxdError(
+            f"cannot export {model.source!r} (a {names['model']}): expected a plain, unquantized model of a class of "
+            "transformers' own, not an earlier export, a TransformerLens bridge or a model that is spliced already; "
+            "load the base model anew and give all checkpoints at once."
+        )
+    text = bundled_path(CODE).read_text(encoding="utf-8")
+    return text.replace("GPT2Config as", f"{names['config']} as").replace("GPT2LMHeadModel as", f"{names['model']} as")
+
+
+def _config(
+    model: FrozenModel, mlps: Mapping[int, SplicedMLP], replacements: Mapping[int, Replacement]
+) -> dict[str, Any]:
+    """Return the base model's config with what is spliced in under ``mxd``."""
+    config = json.loads(model.config.to_json_string())
+    config.pop("quantization_config", None)  # of a GGUF file
+    names = {module: name for name, module in model.module.named_modules()}
+    dtype = str(model.module.dtype).removeprefix("torch.")
+    spliced_in = {
+        "format": FORMAT,
+        "base": {"model": model.source, "revision": model.revision, "class": type(model.module).__name__},
+        "versions": versions(),
+        "blocks": names[model.blocks],
+        "layers": {str(number): _spec(mlp, replacements[number]) for number, mlp in mlps.items()},
+    }
+    module = CODE.removesuffix(".py")
+    return config | {
+        "model_type": f"mxd_{config['model_type']}",
+        "architectures": [MODEL_CLASS],
+        "auto_map": {"AutoConfig": f"{module}.SplicedConfig", "AutoModelForCausalLM": f"{module}.{MODEL_CLASS}"},
+        "dtype": dtype,
+        "mxd": spliced_in,
+    }
+
+
+def _spec(mlp: SplicedMLP, replacement: Replacement) -> dict[str, Any]:
+    """Return what the code file needs to build a replacement, and its provenance."""
+    if not isinstance(mlp.layer, ReplacementLayer):
+        raise MxdError(f"cannot export a {type(mlp.layer).__name__}: expected one of mxd's replacement layers.")
+    return {
+        **mlp.layer.config.model_dump(),
+        "reads": mlp.reads,
+        "masked_ids": mlp.masked_ids,
+        "shapes": {name: list(tensor.shape) for name, tensor in _layer_tensors(mlp.layer).items()},
+        "provenance": replacement.provenance.model_dump() if isinstance(replacement, Trained) else None,
+    }
+
+
+def _layer_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Return a layer's tensors by their names in the code file; counters of training are left out."""
+    state = layer.state_dict()
+    return {name.replace(".", "_"): tensor for name, tensor in state.items() if tensor.is_floating_point()}
+
+
+def _tensors(model: FrozenModel, blocks: str, mlps: Mapping[int, SplicedMLP]) -> dict[str, Tensor]:
+    """Return the spliced model's tensors by their names in the code file."""
+    inside = {f"{blocks}.{number}.mlp.": mlp for number, mlp in mlps.items()}
+    tensors = {k: v for k, v in model.module.state_dict().items() if not k.startswith(tuple(inside))}
+    for prefix, mlp in inside.items():
+        tensors |= {f"{prefix}layer.{name}": tensor for name, tensor in _layer_tensors(mlp.layer).items()}
+        if mlp.masked_ids or mlp.reads == "mlp_out":
+            tensors |= {f"{prefix}original.{name}": tensor for name, tensor in mlp.base.state_dict().items()}
+    return tensors
+
+
+def _replaceable(out: Path) -> bool:
+    """Whether exporting may write here: nothing is there, an empty folder, or an earlier export."""
+    if not out.exists():
+        return True
+    if not out.is_dir():
+        return False
+    if not any(out.iterdir()):
+        return True
+    config = read_json(out / "config.json") if (out / "config.json").is_file() else {}
+    return isinstance(config, dict) and config.get("architectures") == [MODEL_CLASS]
+
+
+def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
+    data = ModelCardData(
+        base_model=model.source if model.revision else None,  # a revision is known of models from the Hub
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["mxd", "interpretability"],
+    )
+    rows = []
+    for number, mlp in mlps.items():
+        config = cast(ReplacementLayer, mlp.layer).config
+        masked = ", ".join(map(str, mlp.masked_ids))
+        rows.append(f"| {number} | {config.label} | {config.sparsity.slug} | {config.num_units:,} | {masked} |")
+    return f"""---
+{data.to_yaml()}
+---
+
+# {model.source} with sparse layers in place of MLPs
+
+Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`, revision {model.revision}.
+At masked tokens the base model's own MLP answers, as in training.
+
+| layer (from 0) | method | sparsity | units | masked token ids |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_code=True)
+```
+
+The code is `{CODE}`: plain PyTorch, to be read before it is trusted. `mxd` in `config.json` holds each layer's
+configuration and provenance. The licence is the base model's.
+"""
