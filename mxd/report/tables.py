@@ -70,6 +70,25 @@ def markdown_table(evaluation: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", caption(evaluation), ""])
 
 
+def tasks_table(scores: Mapping[str, Any]) -> Table:
+    """Return a rich table of lm-eval scores: a row for each task's metric, the base model and each splice beside it."""
+    limit = f", at most {scores['limit']} documents of each" if scores["limit"] else ""
+    table = Table(title=f"lm-eval {scores['version']}{limit}", title_justify="left")
+    columns = {"base": scores["base"], **scores["spliced"]}
+    for title in ("task", "metric", *columns):
+        table.add_column(title, justify="left" if title == "task" else "right")
+    for task, metrics in scores["base"].items():
+        for metric in (name for name in metrics if "," in name and "_stderr," not in name):
+            error = metric.replace(",", "_stderr,")
+            cells = [_with_error(column[task], metric, error) for column in columns.values()]
+            table.add_row(task, metric.removesuffix(",none"), *cells)
+    return table
+
+
+def _with_error(metrics: Mapping[str, float], metric: str, error: str) -> str:
+    return f"{metrics[metric]:.4f}" + (f" ± {metrics[error]:.4f}" if error in metrics else "")
+
+
 def caption(evaluation: Mapping[str, Any]) -> str:
     """Return one line: model, text, number of tokens, and the reference cross-entropies."""
     any_result = next(iter(evaluation["results"].values()))

@@ -1,0 +1,206 @@
+"""What a report is made of. Sections build blocks out of results; the page and its Markdown twin show them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from markupsafe import Markup
+
+from mxd.report.figures import STYLES
+from mxd.report.source import Node
+
+NOTHING = "–"
+"""What stands where there is no number."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table, and where its value stands in the run's files."""
+
+    text: str
+    source: str = ""
+    shade: int = 0
+    """-9 ... 9: how strongly the cell is coloured, by sign."""
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's head: its title, what it means, which way is better."""
+
+    title: str
+    note: str = ""
+    better: Literal["", "lower", "higher"] = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first cell of each row is its head."""
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    legend: bool = False
+    """Whether the columns' notes stand below it."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing of a figure, and what it shows in words."""
+
+    title: str
+    drawing: Markup
+    alt: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """A line of a legend: colour and marker by slot, dashes by variant."""
+
+    label: str
+    slot: int
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels that share a legend and a caption."""
+
+    kind: ClassVar[str] = "figure"
+    caption: str
+    panels: Sequence[Panel]
+    keys: Sequence[Key] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of pixels, as a data address."""
+
+    title: str
+    data: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures with one caption."""
+
+    kind: ClassVar[str] = "pictures"
+    caption: str
+    pictures: Sequence[Picture]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Terms and what they are."""
+
+    kind: ClassVar[str] = "facts"
+    facts: Sequence[tuple[str, Cell]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a continuation: the same as the base model's, only in it, or only in the spliced model's."""
+
+    how: Literal["same", "removed", "added"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Diff:
+    """One prompt, the base model's continuation, and what each splice writes in its place."""
+
+    prompt: str
+    base: str
+    rows: Sequence[tuple[str, Sequence[Part], str]]
+    """Label, parts, source."""
+
+
+@dataclass(frozen=True)
+class Diffs:
+    """Continuations side by side."""
+
+    kind: ClassVar[str] = "diffs"
+    caption: str
+    diffs: Sequence[Diff]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Texts, folded away under a line that says what they are."""
+
+    kind: ClassVar[str] = "samples"
+    title: str
+    texts: Sequence[str]
+    source: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file's text, folded away."""
+
+    kind: ClassVar[str] = "source"
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Browser:
+    """The unit browser: data that the page's script shows, and what to say where no script runs."""
+
+    kind: ClassVar[str] = "browser"
+    data: dict[str, Any]
+    note: str
+
+
+Block = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
+
+
+@dataclass(frozen=True)
+class Section:
+    """A headed part of the report."""
+
+    id: str
+    title: str
+    lead: str = ""
+    blocks: list[Block] = field(default_factory=list)
+
+
+def number(node: Node | None, form: str) -> Cell:
+    """Return a number as a cell; a dash where there is none."""
+    if node is None:
+        return Cell(NOTHING)
+    value = node.number()
+    return Cell(form.format(value) if math.isfinite(value) else NOTHING, node.source)
+
+
+def slots(lines: Sequence[str]) -> dict[str, Key]:
+    """Return a legend's keys by line: a colour for each method, the same on every page, dashes for its variants."""
+    known = list(STYLES)
+    lines = sorted(
+        dict.fromkeys(lines), key=lambda line: known.index(m) if (m := _method(line)) in known else len(known)
+    )
+    methods = dict.fromkeys(map(_method, lines))
+    others = [method for method in methods if method not in known]
+    seen: dict[str, int] = {}
+    keys = {}
+    for line in lines:
+        method = _method(line)
+        slot = known.index(method) if method in known else len(known) + others.index(method) % 3
+        keys[line] = Key(line, slot, seen.get(method, 0))
+        seen[method] = keys[line].dash + 1
+    return keys
+
+
+def _method(line: str) -> str:
+    return line.partition(" (")[0]

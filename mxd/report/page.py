@@ -1,0 +1,114 @@
+"""A run's report: one self-contained HTML page, and the same in Markdown."""
+
+import base64
+import hashlib
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from mxd.checkpoint import versions
+from mxd.errors import MxdError
+from mxd.report.blocks import Section
+from mxd.report.markdown import markdown
+from mxd.report.run import Run, read_run
+from mxd.report.sections import (
+    faithfulness,
+    generation,
+    masking,
+    probing,
+    similarity,
+    steering,
+    structure,
+    trained,
+    training,
+    units,
+)
+from mxd.report.svg import swatch
+
+SECTIONS = (trained, faithfulness, training, generation, structure, units, similarity, probing, steering, masking)
+"""The sections in their order; each is there where the run holds what it needs."""
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
+    """Write the report of whatever is in a run's folder.
+
+    Args:
+        folder: a run's folder, or one layer's.
+        out: HTML file; by default ``report.html`` in the folder. The Markdown goes beside it.
+
+    Returns:
+        The HTML file and the Markdown file.
+
+    Raises:
+        MxdError: nothing to report, a damaged file, or a file that cannot be written.
+    """
+    folder = Path(folder)
+    page = folder / "report.html" if out is None else Path(out)
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise MxdError(f"--out is {str(page)!r}; expected a name that ends in .html.")
+    run = read_run(folder)
+    sections = build_sections(run)
+    twin = page.with_suffix(".md")
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_bytes(html(run, sections).encode("utf-8", "replace"))
+        twin.write_bytes(markdown(run, title(run), sections, page.name).encode("utf-8", "replace"))
+    except OSError as error:
+        raise MxdError(f"cannot write {page}: {error.strerror}.") from error
+    return page, twin
+
+
+def build_sections(run: Run) -> list[Section]:
+    """Return the sections for which the run holds results."""
+    return [found for module in SECTIONS if (found := module.section(run)) is not None]
+
+
+def title(run: Run) -> str:
+    """Return the report's title: the run, and what it is about."""
+    models = sorted({_short(layer.provenance.model) for layer in run.layers})
+    name = run.folder.resolve().name
+    return f"{name}: replacements for MLPs of {', '.join(models)}" if models else name
+
+
+def _short(model: str) -> str:
+    """Return a base model's name without the folders it lies in; a Hub id stays whole."""
+    return model if model.count("/") < 2 else model.rpartition("/")[2]
+
+
+def html(run: Run, sections: list[Section]) -> str:
+    """Return the page. Nothing in it comes from elsewhere, and its policy lets no other script run."""
+    style, script = _asset("style.css"), _asset("page.js")
+    environment = Environment(
+        loader=PackageLoader("mxd.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["swatch"] = swatch
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return environment.get_template("page.html.j2").render(
+        title=title(run),
+        sections=sections,
+        files=run.files,
+        missing=run.missing,
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        version=versions()["mxd"],
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("mxd.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,231 @@
+"""Is it faithful, and does it decompose? The frontier figures, and every number of them in one table."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots
+from mxd.report.run import Replacement, Run
+from mxd.report.source import Node
+from mxd.report.svg import Axis, Line, Point, dots, lines
+
+Found = Sequence[tuple[Replacement, Node]]
+
+COLUMNS: tuple[tuple[Column, str, str], ...] = (
+    (Column("NMSE", "the training loss: mean of ||y - y^||² / (||y|| d)", "lower"), "normalized_mse", "{:.4f}"),
+    (Column("FVU", "unexplained share of the output's variance", "lower"), "fvu", "{:.3f}"),
+    (Column("CE increase", "added to the next-token loss, in nats", "lower"), "ce_increase", "{:+.4f}"),
+    (Column("± s.e.", "standard error of the increase over contexts"), "ce_increase_se", "{:.4f}"),
+    (Column("recovered", "share of the zero-ablation loss won back", "higher"), "loss_recovered", "{:.1%}"),
+    (Column("KL", "mean KL(base || spliced), nats", "lower"), "kl", "{:.4f}"),
+    (Column("top-1", "most probable tokens unchanged", "higher"), "top1_agreement", "{:.1%}"),
+    (
+        Column("routed", "energy of what routing adds, relative to the output's"),
+        "routed_share",
+        "{:.2f}",
+    ),
+    (Column("shared", "share of the output left by the busiest unit alone"), "shared_share", "{:.3f}"),
+    (Column("mean gate", "NMSE when every token gets the mean gate"), "nmse_mean_gate", "{:.4f}"),
+    (Column("eff. units", "exp(entropy) of a token's active units"), "effective_units", "{:.1f}"),
+    (Column("L0", "units active for a token"), "l0", "{:.1f}"),
+    (Column("dead", "units never active on the text", "lower"), "dead_share", "{:.0%}"),
+)
+"""What stands in the table, with what tells a decomposition beside what tells faithfulness."""
+
+FIGURES = (
+    ("normalized MSE", "normalized_mse", None),
+    ("cross-entropy increase, nats", "ce_increase", "ce_increase_se"),
+    ("KL to the base model, nats", "kl", "kl_se"),
+)
+
+
+def section(run: Run) -> Section | None:
+    """Return the faithfulness of every splice; ``None`` where nothing was evaluated."""
+    found = run.results("evaluation")
+    if not found:
+        return None
+    blocks: list[Block] = [
+        *_frontier(found),
+        *_by_activity(found),
+        *_by_rank(found, run.results("structure")),
+        *_variants(found),
+        _table(found),
+        *_tasks(run),
+    ]
+    first, document = found[0][1], run.documents["evaluation"][0]
+    data = document["data"]
+    lead = (
+        f"Each replacement is spliced into {document['model'].text()} and measured on {first['tokens'].number():,.0f} "
+        f"held-out tokens ({data['source'].text()}, {data['split'].text()}). The base model's cross-entropy is "
+        f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(found)}."
+    )
+    return Section("faithfulness", "Faithfulness", lead, blocks)
+
+
+def _ablated(found: Found) -> str:
+    said = {}
+    for replacement, result in found:
+        if replacement.layer is not None and result.get("ce_zero") is not None:
+            zero, mean = result["ce_zero"].number(), result["ce_mean"].number()
+            said[replacement.layer] = f"block {replacement.layer}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
+    return "; " + "; ".join(said.values()) if said else ""
+
+
+def _value(result: Node, key: str) -> Node | None:
+    """Return a metric of a splice, or of its one layer."""
+    places = [node for _, node in result["layers"].items()]
+    return result.get(key) or (places[0].get(key) if len(places) == 1 else None)
+
+
+def _single(found: Found) -> Found:
+    return [(r, node) for r, node in found if r.layer is not None]
+
+
+def _point(result: Node, x: float, key: str, spread: str | None) -> Point:
+    node = _value(result, key)
+    if node is None:
+        return Point(x, math.nan)
+    value = node.number()
+    error = _value(result, spread) if spread else None
+    half = error.number() if error is not None else math.nan
+    if not math.isfinite(half):
+        return Point(x, value, source=node.source)
+    return Point(x, value, value - half, value + half, node.source)
+
+
+def _panels(found: Found, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
+    """Draw NMSE, CE increase and KL against something, one line for each method and variant."""
+    keys = slots([replacement.line for replacement, _ in found])
+    panels = []
+    for label, metric, spread in FIGURES:
+        drawn = []
+        for line, key in keys.items():
+            points = [_point(n, x_of(r, n), metric, spread) for r, n in found if r.line == line]
+            drawn.append(Line(key, sorted((p for p in points if math.isfinite(p.y)), key=lambda p: p.x)))
+        if any(line.points for line in drawn):
+            panels.append(lines(label, x, _axis(label, drawn), drawn))
+    return Figure(title, panels, list(keys.values())) if panels else None
+
+
+def _axis(label: str, drawn: Sequence[Line]) -> Axis:
+    """Return a logarithmic axis where errors span more than a decade, else one from zero."""
+    values = [p.y for line in drawn for p in line.points]
+    if min(values) > 0 and max(values) / min(values) > 10:
+        return Axis(label, "log")
+    return Axis(label, low=min(0.0, *values))
+
+
+def _frontier(found: Found) -> list[Block]:
+    figures = []
+    blocks = {r.layer for r, _ in _single(found)}
+    for layer in sorted(blocks, key=lambda each: each or 0):
+        here = [(r, n) for r, n in _single(found) if r.layer == layer and r.k]
+        ks = sorted({float(r.k) for r, _ in here if r.k})
+        if not ks:
+            continue
+        where = f" of block {layer}" if len(blocks) > 1 else ""
+        title = (
+            f"The frontier{where}: error against K, the units active for a token. Lower is more faithful, further left "
+            "is sparser. Bars are standard errors. As figures 10 and 3 of the MxD paper; KL beside them."
+        )
+        figure = _panels(here, lambda r, _: float(r.k or 0), Axis("K", "log", ks), title)
+        figures += [figure] if figure else []
+    return list(figures)
+
+
+def _by_activity(found: Found) -> list[Block]:
+    """Figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
+    single = _single(found)
+    if all(r.k for r, _ in single):
+        return []
+    title = (
+        "Sparsity by a penalty and by top-k: error against the number of units active for a token, as measured. Lower "
+        "and further left is better. As figure 18 of the MxD paper."
+    )
+    figure = _panels(single, lambda _, n: _number(_value(n, "l0")), Axis("L0, units active for a token"), title)
+    return [figure] if figure else []
+
+
+def _by_rank(found: Found, structure: Found) -> list[Block]:
+    """Figure 12 of the paper: what the experts' rank costs, at one K."""
+    ranks = {r.name: _number(node.get("normalized_rank")) for r, node in structure}
+    known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
+    seen: dict[tuple[str, int | None, int | None], set[float]] = {}
+    for r, _ in known:
+        seen.setdefault((r.method, r.layer, r.k), set()).add(ranks[r.name])
+    varied = {(layer, k) for (_, layer, k), values in seen.items() if len(values) > 1}
+    if not varied:
+        return []
+    known = [(r, n) for r, n in known if (r.layer, r.k) in varied]
+    title = (
+        "What rank costs: error against the experts' mean normalized rank (structure.json). Lower is more faithful. As "
+        "figure 12 of the MxD paper."
+    )
+    figure = _panels(known, lambda r, _: ranks[r.name], Axis("normalized rank"), title)
+    return [figure] if figure else []
+
+
+def _variants(found: Found) -> list[Block]:
+    """Figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
+    places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
+    panels = []
+    for layer, method, k in sorted(places, key=str):
+        here = [(r, n) for r, n in _single(found) if (r.layer, r.method, r.k) == (layer, method, k)]
+        if len(here) < 2:
+            continue
+        key = slots([method])[method]
+        rows = []
+        for replacement, result in here:
+            node = result["layers"][str(layer)]["normalized_mse"]
+            rows.append((replacement.variant, [(key, Point(node.number(), 0.0, source=node.source))]))
+        panels.append(dots(f"{method}, block {layer}, {here[0][0].budget}", Axis("normalized MSE", low=0.0), rows))
+    title = "Variants of one method side by side; further left is more faithful. As figure 19 of the MxD paper."
+    return [Figure(title, panels)] if panels else []
+
+
+def _table(found: Found) -> Table:
+    rows = []
+    for replacement, result in found:
+        head = replacement.label if replacement.layer is not None else _together(replacement, result)
+        rows.append([Cell(head), *(number(_value(result, key), form) for _, key, form in COLUMNS)])
+    caption = (
+        "Every splice. Left of “routed”: is it faithful? From there on: does it decompose? A low error with “routed” "
+        "near 0, or “shared” near 1, is a dense MLP in disguise."
+    )
+    return Table(caption, [Column("splice"), *(column for column, _, _ in COLUMNS)], rows, legend=True)
+
+
+def _together(replacement: Replacement, result: Node) -> str:
+    """Return what a splice of several layers, or of a layer from elsewhere, is called."""
+    members = list(result["replacements"])
+    said = f"{len(members)} layers at once" if len(members) > 1 else ""
+    return f"{replacement.name}: {said}" if said else replacement.name
+
+
+def _tasks(run: Run) -> list[Block]:
+    """Scores of lm-eval, the base model and each splice beside it."""
+    blocks: list[Block] = []
+    for document in run.documents["evaluation"]:
+        scores = document.get("lm_eval")
+        if scores is None:
+            continue
+        columns = {"base model": scores["base"]}
+        columns |= {run.replacement(name).label: node for name, node in scores["spliced"].items()}
+        rows = []
+        for task, metrics in scores["base"].items():
+            for metric in (name for name, _ in metrics.items() if "," in name and "_stderr," not in name):
+                cells = [_score(column[task], metric) for column in columns.values()]
+                rows.append([Cell(f"{task}: {metric.removesuffix(',none')}"), *cells])
+        caption = f"Tasks of lm-eval {scores['version'].text()}, with standard errors."
+        blocks.append(Table(caption, [Column("task"), *map(Column, columns)], rows))
+    return blocks
+
+
+def _score(metrics: Node, metric: str) -> Cell:
+    cell = number(metrics[metric], "{:.4f}")
+    error = metrics.get(metric.replace(",", "_stderr,"))
+    usable = error is not None and isinstance(error.value, float) and math.isfinite(error.value)
+    return Cell(f"{cell.text} ± {error.value:.4f}", cell.source) if error is not None and usable else cell
+
+
+def _number(node: Node | None) -> float:
+    return math.nan if node is None else node.number()

@@ -1,0 +1,103 @@
+"""Does it write what the base model writes? Curves, numbers, and the first continuations side by side."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from mxd.report.blocks import Block, Cell, Column, Diff, Diffs, Figure, Part, Section, Table, number, slots
+from mxd.report.run import Replacement, Run
+from mxd.report.source import Node
+from mxd.report.svg import Axis, Line, Point, lines
+
+Found = Sequence[tuple[Replacement, Node]]
+
+PROMPTS = 8
+"""Prompts whose continuations are shown; as many as the paper shows."""
+
+
+def section(run: Run) -> Section | None:
+    """Return how long each splice writes what the base model writes; ``None`` where it was not measured."""
+    found = run.results("generation")
+    if not found:
+        return None
+    first = found[0][1]
+    prompts, new_tokens = int(first["prompts"].number()), int(first["new_tokens"].number())
+    lead = (
+        f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
+        "replacement spliced in. One early difference changes everything after it."
+    )
+    blocks: list[Block] = [_curves(found), _table(found, new_tokens), *_diffs(run.usual(found))]
+    return Section("generation", "Generation", lead, blocks)
+
+
+def _curves(found: Found) -> Figure:
+    keys = slots([replacement.line for replacement, _ in found])
+    places = dict.fromkeys((r.budget, r.where) for r, _ in found)
+    new_tokens = max(int(result["new_tokens"].number()) for _, result in found)
+    ticks = [1.0, *(float(n) for n in range(8, new_tokens + 1, 8))] if new_tokens >= 8 else [1.0, float(new_tokens)]
+    panels = []
+    for place in places:
+        drawn = [Line(keys[r.line], _points(n), False, True) for r, n in found if (r.budget, r.where) == place]
+        title = ", ".join(filter(None, place)) or "other splices"
+        axes = Axis("first n tokens", ticks=ticks), Axis("share identical", low=0.0, high=1.0, percent=True)
+        panels.append(lines(title, *axes, drawn))
+    caption = (
+        "Share of prompts whose continuations agree in the first n tokens; higher is better. Bands are 95% Wilson "
+        "intervals. As figures 6 and 7 of the MxD paper."
+    )
+    return Figure(caption, panels, list(keys.values()))
+
+
+def _points(result: Node) -> list[Point]:
+    bounds = zip(result["match"], result["match_low"].numbers(), result["match_high"].numbers(), strict=False)
+    return [Point(float(n), share.number(), low, high, share.source) for n, (share, low, high) in enumerate(bounds, 1)]
+
+
+def _table(found: Found, new_tokens: int) -> Table:
+    at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= new_tokens]
+    columns = [Column("splice"), *(Column(f"n = {n}", better="higher") for n in at)]
+    columns += [Column("tokens agreed", "mean number before the first difference", "higher"), Column("± s.e.")]
+    rows = []
+    for replacement, result in found:
+        shares = [number(result["match"].get(n - 1), "{:.1%}") for n in at]
+        agreed = number(result["agreed_tokens"], "{:.1f}"), number(result.get("agreed_tokens_se"), "{:.1f}")
+        rows.append([Cell(replacement.label), *shares, *agreed])
+    return Table("Share of prompts continued identically up to n tokens.", columns, rows)
+
+
+def _diffs(found: Found) -> list[Block]:
+    """Show the first prompts; where there are several K, of each method the one nearest to the paper's 32."""
+    examples = [(r, example) for r, n in found for example in list(n["examples"])[:PROMPTS]]
+    prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)
+    diffs = []
+    for prompt in prompts:
+        here = [(r, example) for r, example in examples if tuple(example["prompt"].numbers()) == prompt]
+        first = here[0][1]
+        base = _tokens(first, "base")
+        rows = [(r.label, list(parts(base, _tokens(e, "spliced"))), e.source) for r, e in here]
+        text = first.get("prompt_text")
+        diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
+    caption = (
+        f"The first prompts ({len(diffs)}). On top what the base model writes; then, for each splice, what is the "
+        "same, what it leaves out and what it writes instead. As figures 8 and 9 of the MxD paper."
+    )
+    return [Diffs(caption, diffs)] if diffs else []
+
+
+def _tokens(example: Node, which: str) -> list[str]:
+    """Return a continuation's tokens as text, or their ids where the file holds no text."""
+    told = example.get(f"{which}_tokens")
+    if told is None:
+        return [f"{token.value} " for token in example[which]]
+    return [text.replace("\n", "↵") for text in told.texts()]  # on one line: continuations are compared, not read
+
+
+def parts(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Part]:
+    """Yield what two continuations share and where they differ, token by token."""
+    for what, a, b, c, d in difflib.SequenceMatcher(None, base, spliced, autojunk=False).get_opcodes():
+        if what == "equal":
+            yield Part("same", "".join(base[a:b]))
+            continue
+        if b > a:
+            yield Part("removed", "".join(base[a:b]))
+        if d > c:
+            yield Part("added", "".join(spliced[c:d]))

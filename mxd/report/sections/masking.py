@@ -1,0 +1,78 @@
+"""What masking a domain's units costs, there and elsewhere, and what masking units that follow a score does."""
+
+import math
+from collections.abc import Sequence
+
+from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number
+from mxd.report.run import Replacement, Run
+from mxd.report.source import Node
+
+Found = Sequence[tuple[Replacement, Node]]
+
+MEANS = (
+    (Column("own domain", "mean change on the masked domain itself", "higher"), "target"),
+    (Column("others", "mean change on the other domains", "lower"), "others"),
+    (Column("own, random", "the same with as many units drawn at random"), "control_target"),
+    (Column("others, random"), "control_others"),
+)
+
+
+def section(run: Run) -> Section | None:
+    """Return what masking by domain and by score did; ``None`` where nothing was masked."""
+    masked, purged = run.results("masking"), run.results("purging")
+    if not masked and not purged:
+        return None
+    blocks: list[Block] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
+    blocks += [_means(masked)] if masked else []
+    blocks += [_purged(purged)] if purged else []
+    lead = (
+        "Units are switched off, and the change of the loss is measured (nats per token; after Monet, sections 5.1 and "
+        "5.3). Specialised units cost much on their own domain and little elsewhere."
+    )
+    return Section("masking", "Masking", lead, blocks)
+
+
+def _matrix(replacement: Replacement, result: Node) -> Table:
+    domains = result["domains"].texts()
+    values = [row.numbers() for row in result["matrix"]]
+    largest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
+    rows = []
+    for i, (domain, row) in enumerate(zip(domains, result["matrix"], strict=False)):
+        units = number(result["units"].get(domain), "{:,.0f}")
+        rows.append([Cell(domain), units, *(_change(cell, largest, i == j) for j, cell in enumerate(row))])
+    columns = [Column("masked domain"), Column("units"), *map(Column, domains)]
+    caption = f"{replacement.label}: change of the loss on each domain (columns) when the units of one (rows) are off. "
+    caption += "Standard errors: matrix_se in the file."
+    return Table(caption, columns, rows)
+
+
+def _change(cell: Node, largest: float, own: bool) -> Cell:
+    value = cell.number()
+    if not math.isfinite(value):
+        return Cell(NOTHING, cell.source, marked=own)
+    return Cell(f"{value:+.4f}", cell.source, round(9 * value / largest), own)
+
+
+def _means(found: Found) -> Table:
+    rows = [[Cell(r.label), *(number(result.get(key), "{:+.4f}") for _, key in MEANS)] for r, result in found]
+    caption = "Mean change of the loss over domains, and with as many units drawn at random."
+    return Table(caption, [Column("splice"), *(column for column, _ in MEANS)], rows)
+
+
+def _purged(found: Found) -> Table:
+    rows = []
+    for replacement, result in found:
+        for i, threshold in enumerate(result["thresholds"]):
+            changes = [*result["changes"][i], *result["control"][i]]
+            cells = [number(threshold, "{:g}"), number(result["units"][i], "{:,.0f}")]
+            rows.append([Cell(replacement.label), *cells, *(number(change, "{:+.4f}") for change in changes)])
+    columns = [
+        Column("splice"),
+        Column("correlation", "units whose activity correlates with the score at least so much are masked"),
+        Column("units", "how many those are"),
+        Column("low scores", "change of the loss on texts with scores up to the mean", "lower"),
+        Column("high scores", "change of the loss on texts with scores above it", "higher"),
+        Column("low, random", "the same with as many units drawn at random"),
+        Column("high, random"),
+    ]
+    return Table("Units that follow a score of the text are masked: change of the loss.", columns, rows, legend=True)

@@ -1,0 +1,122 @@
+"""Do single units tell known classes apart? The best held-out F1 of each class, and the unit that got it."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mxd.report.blocks import NOTHING, Block, Cell, Column, Figure, Key, Panel, Section, Table, number, slots
+from mxd.report.run import Replacement, Run
+from mxd.report.source import Node
+from mxd.report.svg import Axis, Line, Point, dots, lines
+
+Found = Sequence[tuple[Replacement, Node]]
+
+DENSITIES = 3
+"""Classes of a set whose densities are drawn."""
+
+
+def section(run: Run) -> Section | None:
+    """Return the probing results, a set at a time; ``None`` where nothing was probed."""
+    found = run.results("probing")
+    if not found:
+        return None
+    blocks: list[Block] = []
+    for name in dict.fromkeys(name for _, result in found for name, _ in result.items()):
+        here = [(r, result[name]) for r, result in found if result.get(name)]
+        blocks += [_figure(name, run.usual(here)), _table(name, here), *_densities(name, run.usual(here))]
+    lead = (
+        "A logistic regression on one unit's pre-activation at a time, one class against the rest, held-out F1 of the "
+        "best of the 100 units whose means differ most. Baselines: the same probe on other units."
+    )
+    return Section("probing", "Sparse probing", lead, blocks)
+
+
+Best = dict[int, list[tuple[str, float]]]
+"""Unit -> the classes that it tells best: name and F1."""
+
+
+def best_probes(run: Run) -> dict[str, Best]:
+    """Return which units of each replacement tell a class best."""
+    best: dict[str, Best] = {}
+    for replacement, result in run.results("probing"):
+        for name, probed in result.items():
+            for label, one in probed["classes"].items():
+                unit, f1 = one.get("unit"), one["f1"].number()
+                if unit is not None and unit.value is not None and math.isfinite(f1):
+                    units = best.setdefault(replacement.name, {})
+                    units.setdefault(int(unit.number()), []).append((f"{name}: {label}", f1))
+    return best
+
+
+def _labels(found: Found) -> list[str]:
+    return list(dict.fromkeys(label for _, probed in found for label, _ in probed["classes"].items()))
+
+
+def _figure(name: str, found: Found) -> Figure:
+    keys = slots([replacement.line for replacement, _ in found])
+    rows = []
+    for label in _labels(found):
+        known = [(keys[r.line], probed["classes"].get(label)) for r, probed in found]
+        rows.append((label, [(k, Point(one["f1"].number(), 0.0, source=one["f1"].source)) for k, one in known if one]))
+    level = found[0][1]["level"].text()
+    caption = (
+        f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. As figures "
+        "4, 13 and 16 of the MxD paper."
+    )
+    return Figure(caption, [dots(name, Axis("F1", low=0.0, high=1.0), rows)], list(keys.values()))
+
+
+def _table(name: str, found: Found) -> Table:
+    labels = _labels(found)
+    first = found[0][1]["classes"].value
+    rows = []
+    for replacement, probed in found:
+        cells = [number(probed.get(key), "{:.3f}") for key in ("mean_f1", "mean_f1_train_choice")]
+        for label in labels:
+            one = probed["classes"].get(label)
+            cells.append(_score(one) if one else Cell(NOTHING))
+        rows.append([Cell(replacement.label), *cells])
+    always = [found[0][1]["classes"][label].get("f1_always") if label in first else None for label in labels]
+    rows.append(
+        [Cell("answering yes always"), Cell(NOTHING), Cell(NOTHING), *(number(one, "{:.3f}") for one in always)]
+    )
+    caption = (
+        f"{name}: F1, and the unit that got it. The unit is chosen by the same held-out texts, as in the paper, which "
+        "flatters; “chosen in training” is the mean F1 of units chosen by the training texts."
+    )
+    columns = [Column("probe on"), Column("mean F1", better="higher"), Column("chosen in training", better="higher")]
+    return Table(caption, [*columns, *map(Column, labels)], rows)
+
+
+def _score(one: Node) -> Cell:
+    cell, unit = number(one["f1"], "{:.3f}"), one.get("unit")
+    known = unit is not None and unit.value is not None
+    return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
+
+
+def _densities(name: str, found: Found) -> list[Block]:
+    """Draw the densities of the first of this run's own replacements that has some."""
+    for replacement, probed in found:
+        shown = [(label, one) for label, one in probed["classes"].items() if one.get("density")]
+        if replacement.path is not None and shown:
+            shown.sort(key=lambda pair: -pair[1]["f1"].number())
+            caption = (
+                f"{name}, {replacement.label}: densities of the best unit's pre-activation in texts of the class and "
+                "in all others. The further apart, the better the unit tells the class. As figures 14, 15 and 17."
+            )
+            keys = slots(["the class", "all others"])
+            panels = [_density(label, one, list(keys.values())) for label, one in shown[:DENSITIES]]
+            return [Figure(caption, panels, list(keys.values()))]
+    return []
+
+
+def _density(label: str, one: Node, keys: Sequence[Key]) -> Panel:
+    edges = one["density"]["edges"].numbers()
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    drawn = []
+    for key, side in zip(keys, ("positive", "negative"), strict=True):
+        heights = one["density"][side]
+        points = [Point(x, h.number(), 0.0, h.number(), h.source) for x, h in zip(middles, heights, strict=False)]
+        drawn.append(Line(key, points, marks=False, band=True))
+    title = f"{label}: unit {one['unit'].number():.0f}, F1 {one['f1'].number():.2f}"
+    return lines(title, Axis("pre-activation"), Axis("density", low=0.0), drawn)

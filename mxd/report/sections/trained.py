@@ -1,0 +1,104 @@
+"""What was trained: the layers, their base model and text, the recipe, and the whole configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mxd.report.blocks import Block, Cell, Column, Facts, Section, Source, Table, Text
+from mxd.report.run import Layer, Run, place
+
+COLUMNS = ("layer", "method", "block", "sparsity", "units", "parameters", "tokens trained", "seed")
+
+
+def section(run: Run) -> Section | None:
+    """Return what was trained; ``None`` where the folder holds no layers."""
+    if not run.layers:
+        return None
+    shared: list[tuple[str, Cell]] = []
+    differing: list[str] = []
+    for term, of in FACTS.items():
+        values = {of(layer) for layer in run.layers} - {""}
+        if len(values) == 1:
+            shared.append((term, Cell(values.pop(), f"{run.layers[0].name}/config.json#/provenance")))
+        elif values:
+            differing.append(term)
+    blocks: list[Block] = [Facts(shared), _table(run)]
+    if differing:
+        blocks.append(Text(f"The layers differ in: {', '.join(differing)}; each layer's config.json says."))
+    if run.config:
+        blocks.append(Source("config.yaml, whole", run.config))
+    models = sorted({layer.provenance.model for layer in run.layers})
+    methods = dict.fromkeys(layer.config.label for layer in _ordered(run))
+    numbers = ", ".join(map(str, sorted({layer.provenance.layer for layer in run.layers})))
+    lead = (
+        f"{len(run.layers)} replacement{'s' if len(run.layers) > 1 else ''} ({', '.join(methods)}) for the MLP of "
+        f"block {numbers} of {', '.join(models)}. The base model stays frozen; a replacement learns to give the MLP's "
+        "output from its input."
+    )
+    return Section("trained", "What was trained", lead, blocks)
+
+
+def _table(run: Run) -> Table:
+    rows = []
+    for layer in _ordered(run):
+        where, provenance = f"{layer.name}/config.json#", layer.provenance
+        rows.append(
+            [
+                Cell(layer.name),
+                Cell(layer.config.label, f"{where}/layer/method"),
+                Cell(str(provenance.layer), f"{where}/provenance/layer"),
+                Cell(layer.config.sparsity.slug, f"{where}/layer/sparsity"),
+                Cell(f"{layer.config.num_units:,}", f"{where}/layer/num_units"),
+                Cell(f"{layer.config.num_params:,}"),
+                Cell(f"{provenance.tokens:,}", f"{where}/provenance/tokens"),
+                Cell(str(provenance.seed), f"{where}/provenance/seed"),
+            ]
+        )
+    return Table("The layers of the run.", [Column(title) for title in COLUMNS], rows)
+
+
+def _ordered(run: Run) -> list[Layer]:
+    return sorted(run.layers, key=lambda layer: place(run.replacements[layer.name]))
+
+
+def _text(layer: Layer) -> str:
+    data = layer.provenance.data
+    said = [str(data.get("source", "")), f"split {data['split']}" if "split" in data else ""]
+    said += [f"contexts of {data['context']} tokens" if "context" in data else ""]
+    return ", ".join(filter(None, said))
+
+
+def _recipe(layer: Layer) -> str:
+    training: dict[str, Any] = layer.provenance.training
+    settings = training.get("settings") or {}
+    facts = {
+        "": training.get("recipe"),
+        "steps": training.get("steps"),
+        "tokens a step": training.get("batch_tokens"),
+        "learning rate": settings.get("lr"),
+        "warm-up steps": settings.get("warmup_steps"),
+    }
+    return ", ".join(f"{name} {_said(value)}".strip() for name, value in facts.items() if value is not None)
+
+
+def _said(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _masked(layer: Layer) -> str:
+    ids = layer.provenance.masked_ids
+    return f"token ids {', '.join(map(str, ids))}: left out of training, and the base MLP answers there" if ids else ""
+
+
+FACTS: dict[str, Callable[[Layer], str]] = {
+    "base model": lambda layer: layer.provenance.model,
+    "revision": lambda layer: layer.provenance.revision or "not known (a bundled or local model)",
+    "its dtype": lambda layer: layer.provenance.model_dtype,
+    "text": _text,
+    "tokens": lambda layer: f"{layer.provenance.tokens:,}",
+    "recipe": _recipe,
+    "seed": lambda layer: str(layer.provenance.seed),
+    "masked": _masked,
+    "layers read": lambda layer: layer.provenance.input_convention,
+    "versions": lambda layer: ", ".join(f"{name} {v}" for name, v in layer.provenance.versions.items()),
+}
+"""What a provenance says, by the term it stands under."""

@@ -1,0 +1,43 @@
+"""How training went: the error of every replacement against the tokens seen."""
+
+from collections.abc import Sequence
+
+from mxd.report.blocks import Block, Figure, Section, slots
+from mxd.report.run import Run
+from mxd.report.svg import Axis, Line, Point, lines
+
+POINTS = 100
+"""Points of a curve: every so many-th of metrics.jsonl, the last always among them."""
+
+
+def section(run: Run) -> Section | None:
+    """Return the training curves; ``None`` where there are no metrics."""
+    series: dict[str, list[Point]] = {}
+    for number, row in enumerate(run.metrics, 1):
+        point = Point(float(row["tokens"]), float(row["normalized_mse"]), source=f"metrics.jsonl line {number}")
+        series.setdefault(row["replacement"], []).append(point)
+    known = [(run.replacement(name), thinned(points)) for name, points in series.items()]
+    if not known:
+        return None
+    keys = slots([replacement.line for replacement, _ in known])
+    places = sorted({(r.layer or 0, r.k or 0, r.budget, r.where) for r, _ in known})
+    end = max(points[-1].x for _, points in known)
+    panels = []
+    for place in places:
+        here = [(r, p) for r, p in known if (r.layer or 0, r.k or 0, r.budget, r.where) == place]
+        drawn = [Line(keys[replacement.line], points, marks=False) for replacement, points in here]
+        axes = Axis("tokens trained on", low=0.0, high=end), Axis("normalized MSE", "log")
+        panels.append(lines(", ".join(filter(None, place[2:])), *axes, drawn))
+    title = (
+        "Normalized MSE of the training batches; lower is better. Each point is the mean since the one before it in "
+        "metrics.jsonl. As figure 22 of the MxD paper, which sets fixed K beside random K."
+    )
+    blocks: list[Block] = [Figure(title, panels, list(keys.values()))]
+    lead = f"{len(known)} replacements, trained side by side on one stream of activations: {end:,.0f} tokens."
+    return Section("training", "Training", lead, blocks)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return about ``POINTS`` of the points, evenly taken, with the last."""
+    step = max(1, len(points) // POINTS)
+    return list(points[(len(points) - 1) % step :: step])

@@ -1,0 +1,186 @@
+"""What single units do: how often they fire, which are dead or shared, and a browser of the contexts that fire them."""
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from mxd.report.blocks import Block, Browser, Cell, Column, Figure, Section, Table, number, slots
+from mxd.report.run import Replacement, Run
+from mxd.report.sections.probing import Best, best_probes
+from mxd.report.source import Node
+from mxd.report.svg import Axis, Line, Point, lines
+
+Found = Sequence[tuple[Replacement, Node]]
+
+BUDGET = 2_400_000
+"""Bytes of contexts in the browser, over all replacements; the whole page stays under 5 MB."""
+LISTED = 60_000
+"""Units in the browser, over all replacements; of the others the page says how many they are."""
+BEFORE, AFTER = 14, 8
+"""Tokens shown on either side of the one that a context is about."""
+LEVELS = 9
+"""Steps of highlighting."""
+
+
+def section(run: Run) -> Section | None:
+    """Return firing rates and the unit browser; ``None`` where units were not looked at."""
+    found = run.results("units")
+    if not found:
+        return None
+    tokens = max(result["tokens"].number() for _, result in found)
+    lead = f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six bands of strength for each unit."
+    blocks: list[Block] = [_histograms(found), _table(found)]
+    browser = _browser(found, best_probes(run))
+    return Section("units", "Units", lead, [*blocks, browser])
+
+
+def _histograms(found: Found) -> Figure:
+    keys = slots([replacement.line for replacement, _ in found])
+    places = dict.fromkeys((r.budget, r.where) for r, _ in found)
+    panels = []
+    for place in places:
+        here = [(r, n) for r, n in found if (r.budget, r.where) == place]
+        drawn = [Line(keys[r.line], _steps(n["histogram"], len(n["rates"].value)), marks=False) for r, n in here]
+        title = ", ".join(filter(None, place)) or "other layers"
+        axes = Axis("log10 of the firing rate"), Axis("share of units", low=0.0, percent=True)
+        panels.append(lines(title, *axes, drawn))
+    caption = (
+        "How often units fire. One hump well left of 0 is a healthy balance; units near 0 fire on every token and are "
+        "shared. Units that never fired are not on it. As figure 20 of the MxD paper."
+    )
+    return Figure(caption, panels, list(keys.values()))
+
+
+def _steps(histogram: Node, units: int) -> list[Point]:
+    """Return a histogram's outline."""
+    edges = histogram["log10_edges"].numbers()
+    points = [Point(edges[0], 0.0)]
+    for (low, high), count in zip(pairwise(edges), histogram["counts"], strict=False):
+        share = count.number() / max(units, 1)
+        points += [Point(low, share, source=count.source), Point(high, share, source=count.source)]
+    return [*points, Point(edges[-1], 0.0)]
+
+
+def _table(found: Found) -> Table:
+    rows = []
+    for replacement, result in found:
+        shared = [f"{each['unit'].number():.0f} ({each['rate'].number():.0%})" for each in result["shared"]]
+        units = len(result["rates"].value)
+        dead = result["dead"].number() / max(units, 1)
+        rows.append(
+            [
+                Cell(replacement.label),
+                Cell(f"{units:,}", f"{result.source}/rates"),
+                number(result["dead"], "{:,.0f}"),
+                Cell(f"{dead:.1%}", result["dead"].source),
+                Cell(", ".join(shared[:5]) or "none", f"{result.source}/shared"),
+            ]
+        )
+    columns = [
+        Column("replacement"),
+        Column("units"),
+        Column("dead", "units that never fired", "lower"),
+        Column("dead share", better="lower"),
+        Column("shared units", "units that fire on a large share of all tokens, with that share"),
+    ]
+    return Table("Dead and shared units.", columns, rows)
+
+
+def _browser(found: Found, probes: dict[str, Best]) -> Browser:
+    vocabulary: dict[str, int] = {}
+    share = BUDGET // len(found), LISTED // len(found)
+    sets = [_browsed(r, result, probes.get(r.name, {}), vocabulary, *share) for r, result in found]
+    note = "The unit browser needs JavaScript; units.json holds the contexts that it shows."
+    return Browser({"tokens": list(vocabulary), "sets": sets}, note)
+
+
+def _browsed(
+    replacement: Replacement,
+    result: Node,
+    best: Best,
+    vocabulary: dict[str, int],
+    budget: int,
+    most: int,
+) -> dict[str, Any]:
+    """Return what the browser knows of one replacement."""
+    described = _described(result, best, vocabulary, budget)
+    listed = _listed(result, {*map(int, described), *best}, most)
+    rates = result["rates"].numbers()
+    return {
+        "label": replacement.label,
+        "source": result.source,
+        "count": len(rates),
+        "given": sum(1 for _ in result["units"].items()),
+        "listed": listed,
+        "rates": [_short(rates[unit]) for unit in listed],
+        "maxima": _maxima(result, listed),
+        "units": described,
+        "probes": {unit: [[name, _short(f1)] for name, f1 in told] for unit, told in best.items()},
+    }
+
+
+def _maxima(result: Node, listed: Sequence[int]) -> list[float | None]:
+    """Return the largest strength of each unit, as far as it is known."""
+    maxima = result.get("maxima")
+    if maxima is None:
+        units = result["units"]
+        return [_short(unit["max"].number()) if (unit := units.get(str(n))) else None for n in listed]
+    values = maxima.numbers()
+    return [_short(values[n]) if n < len(values) else None for n in listed]
+
+
+def _listed(result: Node, wanted: set[int], most: int) -> list[int]:
+    """Return the units to list: those that have something to show, then the busiest."""
+    rates = result["rates"].numbers()
+    others = sorted((i for i in range(len(rates)) if i not in wanted), key=lambda i: -rates[i])
+    return sorted([i for i in wanted if i < len(rates)] + others[: max(0, most - len(wanted))])
+
+
+def _described(result: Node, best: Best, vocabulary: dict[str, int], budget: int) -> dict[str, Any]:
+    """Return units with contexts: all where they fit, else fewer of each band, else the probed and the first units."""
+    units = sorted(result["units"].items(), key=lambda pair: pair[0] not in {str(unit) for unit in best})
+    for most in (1_000_000, 4, 2, 1):
+        words, packed, size = dict(vocabulary), {}, 0
+        for number_, unit in units:
+            packed[number_] = _unit(unit, most, words)
+            size += len(json.dumps(packed[number_], separators=(",", ":"))) + 8
+            if size > budget:
+                del packed[number_]
+                break
+        if len(packed) == len(units) or most == 1:
+            break
+    vocabulary.update(words)
+    return packed
+
+
+def _unit(unit: Node, most: int, vocabulary: dict[str, int]) -> list[Any]:
+    """Return a unit's bands, the strongest first: from, to, contexts."""
+    largest = unit["max"].number()
+    bands = []
+    for band in sorted(unit["bands"], key=lambda band: -band["high"].number()):
+        contexts = [_context(c, largest, vocabulary) for c in list(band["contexts"])[:most]]
+        bands.append([_short(band["low"].number()), _short(band["high"].number()), contexts])
+    return bands
+
+
+def _context(context: Node, largest: float, vocabulary: dict[str, int]) -> list[Any]:
+    """Return position, value, tokens (numbers in the vocabulary) and levels of a context, cut around its token."""
+    tokens, strengths = context["tokens"].texts(), context["strengths"].numbers()
+    at = int(context["at"].number())
+    start, end = max(0, at - BEFORE), at + AFTER + 1
+    numbers = [vocabulary.setdefault(token, len(vocabulary)) for token in tokens[start:end]]
+    levels = [_level(value, largest) for value in strengths[start:end]]
+    return [at - start, _short(context["value"].number()), numbers, levels]
+
+
+def _level(value: float, largest: float) -> int:
+    """Return how strongly a token is highlighted: 0 for not at all."""
+    if not (largest > 0 and value > 0):
+        return 0
+    return min(LEVELS, max(1, math.ceil(LEVELS * value / largest)))
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None

@@ -1,0 +1,96 @@
+"""Values of JSON files that remember where they stand, so that every number on a page can be traced."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxd.errors import MxdError
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of a JSON file, with its place there as a JSON pointer (RFC 6901).
+
+    Looking up what is not there, or reading it as what it is not, is an ``MxdError`` that names file and place.
+    """
+
+    value: Any
+    file: str
+    pointer: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where the value stands, for example ``units.json#/results/a~1b/dead``."""
+        return f"{self.file}#{self.pointer}"
+
+    def __getitem__(self, key: str | int) -> "Node":
+        found = self.get(key)
+        if found is None:
+            raise self._wrong(f"has no {key!r}")
+        return found
+
+    def get(self, key: str | int) -> "Node | None":
+        """Return what stands under a key or an index, ``None`` where nothing does."""
+        known = isinstance(self.value, list) and isinstance(key, int) and -1 < key < len(self.value)
+        if not known and not (isinstance(self.value, dict) and key in self.value):
+            return None
+        place = str(key).replace("~", "~0").replace("/", "~1")
+        return Node(self.value[key], self.file, f"{self.pointer}/{place}")
+
+    def items(self) -> Iterator[tuple[str, "Node"]]:
+        """Yield the entries of an object."""
+        if not isinstance(self.value, dict):
+            raise self._wrong("is not an object")
+        return ((key, self[key]) for key in self.value)
+
+    def __iter__(self) -> Iterator["Node"]:
+        if not isinstance(self.value, list):
+            raise self._wrong("is not a list")
+        return (self[i] for i in range(len(self.value)))
+
+    def number(self) -> float:
+        """Return a number; ``nan`` for null."""
+        if self.value is None:
+            return math.nan
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+            raise self._wrong("is not a number")
+        return float(self.value)
+
+    def numbers(self) -> list[float]:
+        """Return a list of numbers."""
+        if isinstance(self.value, list) and all(type(each) in (float, int) for each in self.value):
+            return [float(each) for each in self.value]
+        return [each.number() for each in self]
+
+    def text(self) -> str:
+        """Return a text."""
+        if not isinstance(self.value, str):
+            raise self._wrong("is not a text")
+        return self.value
+
+    def texts(self) -> list[str]:
+        """Return a list of texts."""
+        if isinstance(self.value, list) and all(isinstance(each, str) for each in self.value):
+            return list(self.value)
+        return [each.text() for each in self]
+
+    def _wrong(self, problem: str) -> MxdError:
+        return MxdError(f"{self.source} {problem}; measure again with this version of mxd, or delete the file.")
+
+
+def read_document(path: Path) -> Node:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        MxdError: it cannot be read, or is something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MxdError(f"cannot read {path}: {error}. Measure again, or delete the file.") from error
+    if not isinstance(value, dict):
+        raise MxdError(f"{path} does not hold a JSON object; measure again, or delete the file.")
+    return Node(value, path.name)

@@ -1,0 +1,232 @@
+"""Small charts as inline SVG: lines, and rows of dots.
+
+Drawn here and not by matplotlib because colours follow the page's light or dark theme through its style sheet (the
+page allows no inline styles), text stays text, and every point carries its number and where that stands.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from markupsafe import Markup
+
+from mxd.report.blocks import Key, Panel
+
+WIDTH, HEIGHT = 340.0, 244.0
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 40.0
+CAPTION = 16.0
+"""Room for the name of the upright axis, above it."""
+Scale = Literal["linear", "log"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point, its range of uncertainty, and where its value stands."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart."""
+
+    key: Key
+    points: Sequence[Point]
+    marks: bool = True
+    band: bool = False
+    """Show the ranges as a band, not as bars."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis: what it shows, how, and from where to where."""
+
+    label: str
+    scale: Scale = "linear"
+    ticks: Sequence[float] | None = None
+    low: float | None = None
+    high: float | None = None
+    percent: bool = False
+
+    def said(self, value: float) -> str:
+        """Return a value as text."""
+        if self.percent:
+            return f"{value:.0%}"
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}" if abs(value) < 1e4 else _thousands(value)
+
+
+class _Span:
+    """An axis laid over pixels."""
+
+    def __init__(self, axis: Axis, values: Iterable[float], start: float, end: float) -> None:
+        from matplotlib.ticker import LogLocator, MaxNLocator
+
+        self.axis, self.start, self.end = axis, start, end
+        known = sorted(v for v in values if math.isfinite(v) and (axis.scale == "linear" or v > 0)) or [0.0, 1.0]
+        low = known[0] if axis.low is None else axis.low
+        high = known[-1] if axis.high is None else axis.high
+        if low == high:
+            low, high = (low * 0.8, high * 1.25) if axis.scale == "log" else (low - 0.5, high + 0.5)
+        if axis.ticks is not None:
+            ticks = list(axis.ticks)
+            low, high = min(low, *ticks), max(high, *ticks)
+        elif axis.scale == "linear":
+            ticks = list(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
+            low, high = (low if axis.low is not None else ticks[0]), (high if axis.high is not None else ticks[-1])
+        else:
+            ticks = list(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)).tick_values(low, high))
+            low, high = low / 1.1, high * 1.1
+        self.low, self.high = low, high
+        self.decimals = max((len(f"{t:.3g}".partition(".")[2]) for t in ticks if 1e-3 <= abs(t) < 1e3), default=0)
+        self.ticks = [t for t in ticks if low - 1e-9 * abs(low) <= t <= high + 1e-9 * abs(high)]
+
+    def said(self, tick: float) -> str:
+        """Return a tick as text, with as many decimals as its neighbours."""
+        plain = self.axis.scale == "linear" and not self.axis.percent and max(map(abs, self.ticks)) < 1e3
+        return f"{tick:.{self.decimals}f}" if plain and "e" not in f"{tick:.3g}" else self.axis.said(tick)
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, value
+        if self.axis.scale == "log":
+            low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
+        share = (min(max(at, low), high) - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+
+def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
+    """Draw lines."""
+    across = _Span(x, (p.x for line in drawn for p in line.points), LEFT, WIDTH - RIGHT)
+    ends = [v for line in drawn for p in line.points for v in (p.y, p.low, p.high) if v is not None]
+    top = TOP if y.label == title else TOP + CAPTION
+    height = HEIGHT + top - TOP
+    up = _Span(y, ends, height - BOTTOM, top)
+    parts = [_frame(x, "" if y.label == title else y.label, across, up)]
+    for line in drawn:
+        shown = [p for p in line.points if math.isfinite(p.y) and (y.scale == "linear" or p.y > 0)]
+        parts.append(_line(line, shown, across, up, x, y))
+    return Panel(title, _svg(parts, height, _alt(title, x, y, drawn)), _alt(title, x, y, drawn))
+
+
+def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Point]]]]) -> Panel:
+    """Draw one row for each name, with a dot for each value on a common axis."""
+    longest = min(max((len(name) for name, _ in rows), default=0), 24)
+    pitch = max(24.0, 6.0 * max((len(row) for _, row in rows), default=0) + 10)
+    left, height = 16 + 6.4 * longest, pitch * len(rows) + TOP + BOTTOM
+    across = _Span(x, (p.x for _, row in rows for _, p in row), left, WIDTH - RIGHT)
+    floor = height - BOTTOM
+    parts = [_grid_x(x, across, TOP, floor)]
+    for number, (name, row) in enumerate(rows):
+        at = TOP + pitch * number + pitch / 2
+        short = name if len(name) <= 24 else name[:23] + "…"
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(left, WIDTH - RIGHT, at, at))
+        parts.append(Markup('<text class="t yl" x="{}" y="{}">{}</text>').format(left - 8, at + 4, short))
+        parts += [
+            Markup('<g class="s{}">{}</g>').format(
+                key.slot,
+                _mark(
+                    key, across(p.x), at + 6 * (i - (len(row) - 1) / 2), f"{name}, {key.label}: {x.said(p.x)}", p.source
+                ),
+            )
+            for i, (key, p) in enumerate(row)
+            if math.isfinite(p.x)
+        ]
+    said = "; ".join(f"{name}: " + ", ".join(f"{key.label} {x.said(p.x)}" for key, p in row) for name, row in rows)
+    alt = f"{title}. {x.label}. {said}."
+    return Panel(title, _svg(parts, height, alt), alt)
+
+
+def swatch(key: Key) -> Markup:
+    """Draw a legend's sample of a line."""
+    return Markup(
+        '<svg class="swatch s{}" viewBox="0 0 28 12" aria-hidden="true"><path class="line d{}" d="M1 6H27"/>{}</svg>'
+    ).format(key.slot, min(key.dash, 3), _shape(key, 14.0, 6.0))
+
+
+def _svg(parts: Sequence[Markup], height: float, alt: str) -> Markup:
+    return Markup('<svg class="chart" viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, height, alt, Markup("").join(parts)
+    )
+
+
+def _frame(x: Axis, caption: str, across: _Span, up: _Span) -> Markup:
+    parts = [_grid_x(x, across, up.end, up.start)]
+    for tick in up.ticks:
+        at = up(tick)
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
+        parts.append(Markup('<text class="t yl" x="{}" y="{}">{}</text>').format(LEFT - 6, at + 4, up.said(tick)))
+    parts.append(Markup('<text class="t" x="0" y="11">{}</text>').format(caption))
+    return Markup("").join(parts)
+
+
+def _grid_x(x: Axis, across: _Span, top: float, floor: float) -> Markup:
+    parts = [
+        Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(across.start, across.end, floor, floor)
+    ]
+    for tick in across.ticks:
+        at = across(tick)
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(at, at, top, floor))
+        parts.append(Markup('<text class="t xl" x="{}" y="{}">{}</text>').format(at, floor + 15, across.said(tick)))
+    middle = (across.start + across.end) / 2
+    parts.append(Markup('<text class="t al" x="{}" y="{}">{}</text>').format(middle, floor + 33, x.label))
+    return Markup("").join(parts)
+
+
+def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis, y: Axis) -> Markup:
+    places = [(across(p.x), up(p.y)) for p in points]
+    parts = []
+    ranged = [(across(p.x), up(p.low), up(p.high)) for p in points if p.low is not None and p.high is not None]
+    if line.band and ranged:
+        edge = [f"{a} {low}" for a, low, _ in ranged] + [f"{a} {high}" for a, _, high in reversed(ranged)]
+        parts.append(Markup('<path class="band" d="M{}Z"/>').format("L".join(edge)))
+    elif ranged:
+        bars = "".join(f"M{a} {low}V{high}" for a, low, high in ranged)
+        parts.append(Markup('<path class="bar" d="{}"/>').format(bars))
+    if len(places) > 1:
+        track = "L".join(f"{a} {b}" for a, b in places)
+        parts.append(Markup('<path class="line d{}" d="M{}"/>').format(min(line.key.dash, 3), track))
+    if line.marks or len(places) == 1:
+        parts += [
+            _mark(line.key, a, b, f"{line.key.label}, {x.said(p.x)}: {y.said(p.y)}", p.source)
+            for (a, b), p in zip(places, points, strict=True)
+        ]
+    return Markup('<g class="s{}">{}</g>').format(line.key.slot, Markup("").join(parts))
+
+
+def _mark(key: Key, x: float, y: float, said: str, source: str) -> Markup:
+    told = Markup("<title>{}</title>").format(f"{said} ({source})" if source else said)
+    return Markup('<g data-source="{}">{}{}</g>').format(source, _shape(key, x, y), told)
+
+
+def _shape(key: Key, x: float, y: float) -> Markup:
+    """Return the slot's marker: methods differ in shape as well as in colour, variants are hollow."""
+    hollow = " hollow" if key.dash % 2 else ""
+    outlines = {
+        1: f"M{x - 3.4:.1f} {y - 3.4:.1f}h6.8v6.8h-6.8Z",
+        2: f"M{x:.1f} {y - 4.4:.1f}l4.4 7.6h-8.8Z",
+        3: f"M{x:.1f} {y - 4.8:.1f}l4.8 4.8l-4.8 4.8l-4.8 -4.8Z",
+        4: f"M{x:.1f} {y + 4.4:.1f}l4.4 -7.6h-8.8Z",
+    }
+    if key.slot in outlines:
+        return Markup('<path class="mark{}" d="{}"/>').format(hollow, outlines[key.slot])
+    return Markup('<circle class="mark{}" cx="{}" cy="{}" r="3.8"/>').format(hollow, round(x, 1), round(y, 1))
+
+
+def _alt(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> str:
+    """Say what a chart shows: where each line begins and ends."""
+    said = []
+    for line in drawn:
+        points = [p for p in line.points if math.isfinite(p.y)]
+        if points:
+            ends = dict.fromkeys((points[0], points[-1]))
+            said.append(f"{line.key.label}: " + ", ".join(f"{y.said(p.y)} at {x.said(p.x)}" for p in ends))
+    about = f"{y.label} against {x.label}"
+    return ". ".join([*([] if title == y.label else [title]), about, "; ".join(said)]) + "."
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"

@@ -1,0 +1,84 @@
+"""What single units do, on a terminal: contexts, ranks and leads, and what masking costs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+
+def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield a layer's name, a line on all its units, and for each that is shown one with its strongest context."""
+    yield Text(name, style="bold")
+    shared = ", ".join(f"{one['unit']} ({one['rate']:.0%})" for one in result["shared"][:8]) or "none"
+    count = len(result["rates"])
+    yield Text(
+        f"{count:,} units over {result['tokens']:,} tokens; dead: {result['dead']:,} ({result['dead'] / count:.1%}); "
+        f"active at more than {result['shared_above']:.0%} of tokens: {shared}"
+    )
+    for unit, page in result["units"].items():
+        line = Text(f"{unit:>7}  rate {page['rate']:8.3%}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
+        if page["bands"]:
+            context = page["bands"][0]["contexts"][0]
+            for place, token in enumerate(context["tokens"]):
+                line.append(_visible(token), style="bold reverse" if place == context["at"] else "")
+        yield line
+
+
+def structure_table(found: Mapping[str, Any]) -> Table:
+    """Return ranks and leading units: a row for each layer."""
+    table = Table(title="Structure: rank of the units' weights; units that lead", title_justify="left")
+    for title in (
+        "layer",
+        "normalized rank",
+        "of units",
+        "shape",
+        "leads most often",
+        "at tokens",
+        "leads at the prompts",
+    ):
+        table.add_column(title, justify="left" if title in ("layer", "leads at the prompts") else "right")
+    for name, result in found["results"].items():
+        leader, units = result["leader"], [str(one["unit"]) for one in result["leading"]]
+        shape = " x ".join(map(str, result["shape"]))
+        row = [f"{result['normalized_rank']:.4f}", f"{result['experts']:,}", shape, str(leader["unit"])]
+        table.add_row(escape(name), *row, f"{leader['share']:.1%}", " ".join(units))
+    return table
+
+
+def masking_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return the loss changes from masking each domain's units: on that domain, and averaged over the others."""
+    title = f"{escape(name)}: change of the loss (nats per token, ± s.e.) when the units of a domain are masked"
+    columns = ("domain", "units", "loss", "on it", "on others", "at random: on it", "on others")
+    table = Table(*columns, title=title, title_justify="left")
+    for row, domain in enumerate(result["domains"]):
+        cells = [f"{result['units'][domain]:,}", f"{result['loss'][row]:.4f}"]
+        for key in ("matrix", "control"):
+            others = [change for column, change in enumerate(result[key][row]) if column != row]
+            own = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
+            cells += [*own, f"{sum(others) / len(others):+.4f}"]
+        table.add_row(escape(domain), *cells)
+    keys = ("target", "others", "control_target", "control_others")
+    table.add_row("mean", "", "", *(f"{result[key]:+.4f}" for key in keys))
+    return table
+
+
+def purging_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return the loss changes from purging: thresholds in rows."""
+    mean = result["mean_score"]
+    columns = [f"{what}, score {side} {mean:g}" for what in ("change", "at random") for side in ("up to", "above")]
+    title = f"{escape(name)}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked"
+    table = Table("correlation from", "units", "share", *columns, title=title, title_justify="left")
+    for row, threshold in enumerate(result["thresholds"]):
+        cells = [c for key in ("changes", "control") for c in _changes(result[key][row], result[f"{key}_se"][row])]
+        table.add_row(f"{threshold:g}", f"{result['units'][row]:,}", f"{result['share'][row]:.1%}", *cells)
+    return table
+
+
+def _changes(values: Sequence[float], errors: Sequence[float]) -> list[str]:
+    return [f"{value:+.4f} ± {error:.4f}" for value, error in zip(values, errors, strict=True)]
+
+
+def _visible(token: str) -> str:
+    return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in token)

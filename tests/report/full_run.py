@@ -1,0 +1,180 @@
+"""A run's folder with results of every kind, all of them made up: what the report's tests read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mxd.checkpoint import Provenance, save_layer, write_json
+from mxd.layers import parse_layer
+
+EVIL = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1"> "\'`${window.pwned=1}'
+"""Text that must be shown, never run."""
+DOMAINS = ["sport", "law"]
+UNITS = 120
+
+
+def layer(folder: Path, name: str, fields: dict[str, Any], block: int = 1) -> None:
+    """Save an untrained layer."""
+    config = parse_layer({"d_in": 8, "d_out": 8, "num_units": UNITS, **fields})
+    provenance = Provenance(
+        model="made-up",
+        revision="abc123",
+        layer=block,
+        fingerprint="f" * 16,
+        masked_ids=(0,),
+        data={"source": f"corpus {EVIL}", "split": "train", "context": 128},
+        training={"recipe": "short", "steps": 100, "batch_tokens": 4096, "settings": {"lr": 1e-3, "warmup_steps": 10}},
+        tokens=409_600,
+        seed=7,
+        versions={"mxd": "0.1.0", "torch": "2"},
+    )
+    save_layer(folder / name, config.build(seed=1), provenance)
+
+
+def replacements(k: int) -> dict[str, dict[str, Any]]:
+    """Return the layers of one K."""
+    encoder = {"hidden": 16, "activation": "relu", "glu": False}
+    sparsity = {"kind": "topk", "k": k}
+    return {
+        f"layer1-mxd-k{k}": {"method": "mxd", "sparsity": sparsity, **encoder},
+        f"layer1-tc-k{k}": {"method": "transcoder", "sparsity": sparsity},
+        f"layer1-cp-mumoe-r4-k{k}": {"method": "cp_mumoe", "sparsity": sparsity, "rank": 4, **encoder},
+    }
+
+
+def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str, Any]] | None = None) -> Path:
+    """Make a run's folder."""
+    rng = np.random.default_rng(0)
+    layers = {name: fields for k in ks for name, fields in replacements(k).items()} | (extra or {})
+    for name, fields in layers.items():
+        layer(folder, name, fields)
+    names = {f"{folder.name}/{name}": name for name in layers}
+    (folder / "config.yaml").write_text(f"run: made-up\n# {EVIL}\n")
+    lines = [
+        {"step": s, "tokens": 4096 * s, "replacement": name, "normalized_mse": 0.02 / s, "seconds": 1.5 * s}
+        for s in range(1, 151)
+        for name in layers
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    makers = {
+        "evaluation": evaluated,
+        "generation": generated,
+        "structure": structured,
+        "units": looked_at,
+        "probing": probed,
+        "steering": steered,
+        "masking": masked,
+        "purging": purged,
+    }
+    for kind, make in makers.items():
+        results = {name: make(rng, short, n) for n, (name, short) in enumerate(names.items())}
+        if kind == "probing":
+            results["MLP neurons, layer 1"] = probed(rng, "", 3)
+        data = {"source": "made-up text", "split": "validation"}
+        write_json(folder / f"{kind}.json", {"model": "made-up", "data": data, "results": results})
+    return folder
+
+
+def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
+    site = {
+        "normalized_mse": 0.01 / (n + 1),
+        "fvu": 0.1,
+        "l0": 8.0,
+        "dead_share": 0.25,
+        "routed_share": 0.7,
+        "shared_share": 0.01,
+        "nmse_mean_gate": 0.02,
+        "effective_units": 7.5,
+    }
+    method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE"}[name.split("-")[1]]
+    k = 8 if "k8" in name else 32
+    what = {"method": method, "sparsity": f"k{k}", "k": k, "layer": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
+    return {
+        "tokens": 1000,
+        "ce_base": 3.5,
+        "ce_base_se": 0.1,
+        "ce_spliced": 3.51,
+        "ce_increase": 0.01 * (n + 1),
+        "ce_increase_se": 0.001,
+        "ce_zero": 5.0,
+        "ce_mean": 4.5,
+        "loss_recovered": 0.9,
+        "kl": 0.02,
+        "kl_se": 0.001,
+        "top1_agreement": 0.95,
+        "layers": {"1": site},
+        "replacements": [what],
+    }
+
+
+def generated(rng: Any, name: str, n: int) -> dict[str, Any]:
+    match = [0.97**i for i in range(1, 33)]
+    example = {"prompt": [1, 2], "base": [3, 4, 5], "spliced": [3, 9, 5], "prompt_text": f"A prompt {EVIL}"}
+    example |= {"base_tokens": [" the", " cat", " sat"], "spliced_tokens": [" the", f" dog{EVIL}", " sat"]}
+    return {
+        "match": match,
+        "match_low": [m - 0.05 for m in match],
+        "match_high": [min(1, m + 0.05) for m in match],
+        "agreed": [3, 4],
+        "agreed_tokens": 3.5,
+        "agreed_tokens_se": float("inf"),
+        "prompts": 64,
+        "new_tokens": 32,
+        "examples": [example],
+    }
+
+
+def structured(rng: Any, name: str, n: int) -> dict[str, Any]:
+    leading = [{"prompt": f"p{i} {EVIL}", "unit": i % 2, "strength": 1.5, "rate": 0.1} for i in range(3)]
+    return {"normalized_rank": [0.99, 0.125, 0.5][n % 3], "experts": UNITS, "leading": leading}
+
+
+def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
+    rates = rng.uniform(0.001, 0.2, UNITS)
+    rates[5] = 0.0
+    units = {}
+    for unit in range(0, UNITS, 2):
+        bands = []
+        for band in range(6):
+            tokens = [" one", f" {EVIL}", f" word{unit}x", " four", "\n"]
+            context = {"tokens": tokens, "strengths": [0, 0.5, band + 1.0, 0, 0], "at": 2, "value": band + 1.0}
+            bands.append({"low": float(band), "high": band + 1.0, "contexts": [context]})
+        units[str(unit)] = {"rate": rates[unit], "mean": 1.0, "max": 6.0 + unit, "bands": bands}
+    return {
+        "layer": 1,
+        "tokens": 100_000,
+        "rates": rates.tolist(),
+        "histogram": {"log10_edges": [-4, -3, -2, -1, 0], "counts": [1, 20, 60, 38]},
+        "dead": 1,
+        "shared": [{"unit": 3, "rate": 0.99}],
+        "units": units,
+    }
+
+
+def probed(rng: Any, name: str, n: int) -> dict[str, Any]:
+    density = {"edges": [0, 1, 2, 3], "positive": [0.1, 0.2, 0.7], "negative": [0.7, 0.2, 0.1]}
+    classes = {
+        "sport": {"f1": 0.9 - 0.05 * n, "unit": 4, "n_test": 40, "density": density},
+        f"law {EVIL}": {"f1": 0.7, "unit": 7, "n_test": 40, "density": density},
+    }
+    return {"topic": {"level": "sample", "classes": classes, "mean_f1": 0.8}}
+
+
+def steered(rng: Any, name: str, n: int) -> dict[str, Any]:
+    unit = {"scale": 100.0, "samples": [f"Talk {EVIL}", "more"], "coherence": 0.5, "fluency": None, "failures": 1}
+    found = {"units": {"0": unit, "1": unit}, "prompt": "Let's talk about ", "judge": f"a judge {EVIL}"}
+    means = {"coherence": 0.625, "fluency": None, "asked": 20, "failures": 1, "disagreements": 0}
+    return found | means | {"unsteered": ["as it is"]}
+
+
+def masked(rng: Any, name: str, n: int) -> dict[str, Any]:
+    matrix = [[0.5, -0.01], [float("nan"), 0.25]]
+    means = {"target": 0.375, "others": -0.01, "control_target": 0.125, "control_others": 0.0625}
+    return {"domains": DOMAINS, "units": {"sport": 3, "law": 0}, "matrix": matrix} | means
+
+
+def purged(rng: Any, name: str, n: int) -> dict[str, Any]:
+    changes = [[0.125, 0.5], [0.25, 0.75]]
+    return {"thresholds": [0.2, 0.1], "units": [3, 9], "changes": changes, "control": [[0.0625, 0.0625]] * 2}

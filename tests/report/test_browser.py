@@ -1,0 +1,136 @@
+"""The page in a real browser: headless Chromium opens it, searches, sorts, and nothing foreign runs or is fetched."""
+
+import pytest
+from chromium import browser, find_browser
+from full_run import EVIL
+
+CHROMIUM = find_browser()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+
+ROWS = "[...document.querySelectorAll('.units > li')].map((row) => row.querySelector('.number').textContent)"
+
+
+@pytest.fixture(scope="module")
+def page(run, tmp_path_factory):
+    with browser(CHROMIUM, tmp_path_factory.mktemp("profile")) as tab:
+        tab.screen(1200, 900)
+        tab.open(run / "report.html")
+        yield tab
+
+
+def choose(page, name, value):
+    """Set a control as a person would, so that the page hears of it."""
+    page.run(
+        f"(() => {{ const control = document.querySelector('[name={name}]'); control.value = {value!r};"
+        "control.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def units(page):
+    return [int(text.lstrip("#")) for text in page.run(ROWS)]
+
+
+def test_nothing_is_fetched_and_nothing_complains(page):
+    assert all(r["request"]["url"].startswith(("file:", "data:")) for r in page.seen("Network.requestWillBeSent"))
+    assert len([r for r in page.seen("Network.requestWillBeSent") if r["request"]["url"].startswith("file:")]) == 1
+    for kind in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+        assert page.seen(kind) == []
+
+
+def test_text_of_the_corpus_is_shown_and_does_not_run(page):
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    page.run("new Promise((done) => setTimeout(done, 200))")
+    assert page.run("window.pwned") is None
+    assert page.run("document.querySelectorAll('img:not([src^=\"data:\"])').length") == 0
+    shown = page.run("document.querySelector('.bands').textContent")
+    assert EVIL in shown
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = false; })")
+    assert page.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.pwned=2\">'), 1") == 1
+    page.run("new Promise((done) => setTimeout(done, 200))")
+    assert page.run("window.pwned") is None  # the policy holds even where markup got in
+    page.run("document.body.lastElementChild.remove()")
+    page.events.clear()
+
+
+def test_units_are_sorted_and_more_of_them_shown(page):
+    choose(page, "sort", "max")
+    assert units(page) == list(range(118, 78, -2))
+    choose(page, "sort", "unit")
+    assert units(page) == list(range(0, 40, 2))
+    page.run("document.querySelector('.more').click()")
+    assert units(page) == list(range(0, 80, 2))
+    page.run("document.querySelector('[name=only]').click()")
+    assert units(page) == list(range(20))
+    choose(page, "sort", "f1")
+    assert units(page)[:2] == [4, 7]
+    choose(page, "sort", "rate")
+    shown = page.run("[...document.querySelectorAll('.units .soft:nth-child(2)')].map((each) => each.textContent)")
+    rates = [float(text.removeprefix("rate ").removesuffix("%")) for text in shown]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
+    page.run("document.querySelector('[name=only]').click()")
+
+
+def test_units_are_found_by_word_class_and_number(page):
+    choose(page, "query", "WORD42x")
+    assert units(page) == [42]
+    assert page.run("document.querySelector('.count').textContent").startswith("1 of 120 units")
+    choose(page, "query", "sport")
+    assert units(page) == [4]
+    choose(page, "query", "#7")  # found though it has no contexts
+    assert units(page) == [7]
+    choose(page, "query", "<script>")
+    assert len(units(page)) == 20
+    choose(page, "query", "nowhere to be found")
+    assert units(page) == []
+    choose(page, "query", "")
+
+
+def test_another_replacement_is_chosen_and_a_unit_opened(page):
+    choose(page, "set", "3")
+    choose(page, "query", "word42x")
+    page.run("document.querySelector('.units details').open = true")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    headings = page.run("[...document.querySelectorAll('.bands h4')].map((each) => each.textContent)")
+    assert headings[0] == "strength 5 to 6" and len(headings) == 6
+    assert "layer1-tc-k32/units/42" in page.run("document.querySelector('.bands').lastChild.textContent")
+    assert page.run("document.querySelectorAll('.bands .at').length") == 6
+    choose(page, "query", "")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 390, 1200])
+def test_nothing_overflows_and_everything_is_readable(page, width, dark):
+    page.screen(width, 800, dark)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    wide = page.run(
+        "[...document.querySelectorAll('main *')]"
+        ".filter((each) => !each.closest('.scroll, pre, svg, .hidden, .preview'))"
+        ".filter((each) => each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML)"
+    )
+    assert wide == []
+    assert page.run(CONTRAST) == []
+
+
+CONTRAST = """(() => {
+  const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    const layers = [];
+    for (let at = node; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce(([r, g, b], [x, y, z, alpha = 1]) =>
+      [r + (x - r) * alpha, g + (y - g) * alpha, b + (z - b) * alpha], [255, 255, 255]);
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("main *, header *, footer *")) {
+    const drawn = node.tagName === "text";
+    if (!drawn && ![...node.childNodes].some((each) => each.nodeType === 3 && each.textContent.trim())) continue;
+    if (node.closest("noscript, script, option, title")) continue;
+    const style = getComputedStyle(node);
+    const [a, b] = [light(parse(drawn ? style.fill : style.color)), light(ground(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push(`${node.outerHTML.slice(0, 80)}: ${(a + 0.05) / (b + 0.05)}`);
+  }
+  return poor;
+})()"""
+"""Everything that is written with a contrast below 4.5 to 1 (WCAG 2, AA)."""

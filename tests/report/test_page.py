@@ -1,0 +1,319 @@
+"""The report's page and its Markdown twin: every number is the file's, nothing runs but the page's own script."""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from full_run import EVIL, fill, replacements
+
+from mxd import cli
+from mxd.checkpoint import write_json
+from mxd.errors import MxdError
+from mxd.report.page import build_sections, write_report
+from mxd.report.run import KINDS, read_run
+from mxd.report.sections import faithfulness, similarity, units
+from mxd.report.sections.generation import parts
+from mxd.report.source import Node
+
+
+class Reader(HTMLParser):
+    """What a browser would make of the page: tags, cells by their sources, ids, and the text of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict]] = []
+        self.cells: list[tuple[str, str]] = []
+        self.scripts: list[tuple[dict, str]] = []
+        self.styles: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open = [tag]
+
+    def handle_data(self, data: str) -> None:
+        if self.open == ["script"]:
+            self.scripts.append((self.tags[-1][1], data))
+        if self.open == ["style"]:
+            self.styles.append(data)
+        if self.open in (["td"], ["th"]):
+            self.cells.append((self.tags[-1][1].get("data-source", ""), data))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.open = []
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return (run / "report.html").read_text()
+
+
+def looked_up(run: Path, source: str):
+    """Follow a source, file and JSON pointer, by hand."""
+    file, _, pointer = source.partition("#")
+    value = json.loads((run / file).read_text())
+    for key in pointer.split("/")[1:]:
+        key = key.replace("~1", "/").replace("~0", "~")
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    return value
+
+
+def test_every_number_in_a_table_is_the_one_its_source_holds(run, page):
+    seen = 0
+    for source, text in Reader(page).cells:
+        if not source or "safetensors" in source:
+            continue
+        value = looked_up(run, source)
+        shown = re.sub(r"[,%+]| #\d+$", "", text)
+        if isinstance(value, float) and re.fullmatch(r"-?\d+(\.\d+)?", shown):
+            scale = 100 if "%" in text else 1
+            decimals = len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(value * scale, abs=0.51 * 10**-decimals), source
+            seen += 1
+    assert seen > 150
+
+
+def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
+    titles = {
+        "evaluation": {"faithfulness"},
+        "generation": {"generation"},
+        "structure": {"structure"},
+        "units": {"units", "similarity"},
+        "probing": {"probing"},
+        "steering": {"steering"},
+        "masking": {"masking"},
+        "purging": {"masking"},
+    }
+    everything = {section.id for section in build_sections(read_run(run))}
+    assert everything == {"trained", "training"}.union(*titles.values())
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    for path in run.glob("layer*"):
+        (folder / path.name).symlink_to(path)
+    for kind in titles:
+        (folder / f"{kind}.json").symlink_to(run / f"{kind}.json")
+        found = read_run(folder)
+        assert found.missing == [other for other in KINDS if other != kind]
+        assert {section.id for section in build_sections(found)} == {"trained"} | titles[kind]
+        (folder / f"{kind}.json").unlink()
+
+
+def test_text_from_outside_is_shown_and_is_no_markup(page):
+    reader = Reader(page)
+    assert {tag for tag, _ in reader.tags} >= {"table", "svg", "details", "del", "ins"}
+    assert len([tag for tag, _ in reader.tags if tag == "script"]) == 2
+    assert not [attributes for _, attributes in reader.tags if any(name.startswith("on") for name in attributes)]
+    images = [attributes["src"] for tag, attributes in reader.tags if tag == "img"]
+    assert images and all(src.startswith("data:image/png;base64,") for src in images)
+    assert not [attributes for _, attributes in reader.tags if "style" in attributes]
+    (data,) = [json.loads(text) for attributes, text in reader.scripts if attributes.get("type") == "application/json"]
+    assert f" {EVIL}" in data["tokens"]
+
+
+def test_the_policy_lets_only_the_pages_own_script_and_style_in(page):
+    reader = Reader(page)
+    (policy,) = [a["content"] for tag, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
+    (script,) = [text for attributes, text in reader.scripts if "type" not in attributes]
+    for name, text in (("script", script), ("style", reader.styles[0])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}'" in policy
+    assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", page)
+
+
+def test_the_page_lists_its_files_with_their_hashes(run, page):
+    for name in [*(f"{kind}.json" for kind in KINDS), "metrics.jsonl", "config.yaml"]:
+        assert name in page and hashlib.sha256((run / name).read_bytes()).hexdigest() in page
+    assert "layer1-mxd-k8/config.json" in page
+
+
+def test_everything_is_named_for_those_who_do_not_see_it(page):
+    reader = Reader(page)
+    assert all(
+        attributes.get("aria-label")
+        for tag, attributes in reader.tags
+        if tag == "svg" and "chart" in attributes["class"]
+    )
+    assert all(attributes.get("alt") for tag, attributes in reader.tags if tag == "img")
+    heads = [attributes for tag, attributes in reader.tags if tag == "th"]
+    assert heads and all(attributes.get("scope") in ("col", "row") for attributes in heads)
+    ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    levels = [int(tag[1]) for tag, _ in reader.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_markdown_has_the_same_tables_and_shows_text_literally(run, page):
+    twin = (run / "report.md").read_text()
+    assert "| MxD, k8 | 0.0100 | 0.100 | +0.0100 |" in twin
+    assert "<" not in twin and "&lt;script>" in twin
+    for title in ("What was trained", "Faithfulness", "Sparse probing", "Masking", "Files"):
+        assert f"## {title}\n" in twin
+    rows = [line for line in twin.splitlines() if line.startswith("|")]
+    assert len(rows) > 50 and all(line.endswith("|") for line in rows)
+
+
+def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):
+    folder = fill(tmp_path / "big", ks=(32,))
+    document = json.loads((folder / "units.json").read_text())
+    context = {"tokens": [f"word{i} " for i in range(30)], "strengths": [0.5] * 30, "at": 20, "value": 3.0}
+    band = {"low": 0.0, "high": 3.0, "contexts": [context] * 2}
+    described = {str(n): {"rate": 0.1, "mean": 1.0, "max": 3.0, "bands": [band] * 6} for n in range(80)}
+    for result in document["results"].values():
+        result |= {"rates": [0.1] * 40_000, "units": described}
+    (folder / "units.json").write_text(json.dumps(document))
+    monkeypatch.setattr(units, "BUDGET", 90_000)
+    page = write_report(folder)[0]
+    assert page.stat().st_size < 5_000_000 - 2_400_000
+    (text,) = [t for a, t in Reader(page.read_text()).scripts if a.get("type") == "application/json"]
+    for one in json.loads(text)["sets"]:
+        assert one["count"] == 40_000 and one["given"] == 80
+        assert 20 < len(one["units"]) < 80 and len(json.dumps(one["units"], separators=(",", ":"))) < 30_000
+        assert len(one["listed"]) == len(one["rates"]) == len(one["maxima"]) == units.LISTED // 3
+        assert {int(n) for n in one["units"]} <= set(one["listed"])
+
+
+def test_a_context_is_cut_around_its_token_and_highlighted_by_strength():
+    strengths = [0.0] * 100
+    strengths[50], strengths[49], strengths[48] = 9.0, 4.4, 0.01
+    value = {"tokens": [f"t{i}" for i in range(100)], "strengths": strengths, "at": 50, "value": 9.0}
+    words: dict[str, int] = {}
+    at, strength, tokens, levels = units._context(Node(value, "units.json"), 9.0, words)
+    names = list(words)
+    assert names[tokens[at]] == "t50" and strength == 9.0
+    assert [names[t] for t in tokens] == [f"t{i}" for i in range(36, 59)]
+    assert levels[at - 3 : at + 2] == [0, 1, 5, 9, 0]
+
+
+def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
+    encoder = {"method": "mxd", "hidden": 16, "glu": False}
+    extra = {
+        "layer1-mxd-k32-v2": {**encoder, "activation": "gelu", "sparsity": {"kind": "topk", "k": 32}},
+        "layer1-mxd-randomk32": {**encoder, "activation": "relu", "sparsity": {"kind": "random_k", "k": 32}},
+        "layer1-mxd-l1-0.001": {**encoder, "activation": "relu", "sparsity": {"kind": "relu_l1", "l1": 1e-3}},
+        "layer1-cp-mumoe-r2-k32": {**replacements(32)["layer1-cp-mumoe-r4-k32"], "rank": 2},
+    }
+    run = read_run(fill(tmp_path / "v", extra=extra))
+    said = {name: replacement.line for name, replacement in run.replacements.items()}
+    assert said["layer1-mxd-k32-v2"] == "MxD (topk, gelu)"
+    assert said["layer1-mxd-k8"] == said["layer1-mxd-k32"] == "MxD (topk, relu)"
+    assert said["layer1-mxd-randomk32"] == "MxD (random k, relu)"
+    assert said["layer1-cp-mumoe-r2-k32"] == "CP-muMoE (rank 2)"
+    assert said["layer1-tc-k32"] == "TC"
+    captions = [block.caption for block in faithfulness.section(run).blocks]
+    for figure in ("figures 10 and 3", "figure 18", "figure 19", "figure 12"):
+        assert any(figure in caption for caption in captions), figure
+
+
+def test_the_frontier_draws_the_numbers_of_the_file(run):
+    figure = faithfulness.section(read_run(run)).blocks[0]
+    assert [key.label for key in figure.keys] == ["MxD", "TC", "CP-muMoE"]
+    assert "normalized MSE against K. MxD: 0.01 at 8, 0.0025 at 32; TC: 0.005 at 8" in figure.panels[0].alt
+    ends = {n: 0.01 * (n + 1) for n in range(6)}
+    assert f"MxD: {ends[0]:.3g} at 8, {ends[3]:.3g} at 32" in figure.panels[1].alt
+    assert figure.panels[1].drawing.count("data-source") == 6
+
+
+def test_of_several_k_units_are_shown_at_the_one_nearest_to_32(tmp_path):
+    run = read_run(fill(tmp_path / "k", ks=(4, 64, 100)))
+    assert {r.k for r, _ in run.usual(run.results("generation"))} == {64}
+    assert len(run.results("generation")) == 9
+
+
+def test_a_diff_gives_back_both_texts():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        base, spliced = ([f" w{n}" for n in rng.integers(0, 4, 12)] for _ in range(2))
+        found = list(parts(base, spliced))
+        assert "".join(p.text for p in found if p.how != "added") == "".join(base)
+        assert "".join(p.text for p in found if p.how != "removed") == "".join(spliced)
+
+
+def test_similarity_is_the_cosine_of_the_busiest_units_gate_rows(run):
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(5, 8))
+    rows[3] = 2 * rows[0]
+    similar = similarity.cosines(rows)
+    assert similar[1, 2] == pytest.approx(rows[1] @ rows[2] / np.linalg.norm(rows[1]) / np.linalg.norm(rows[2]))
+    assert similarity.closest(similar)[0] == (0, 3)
+    order = similarity.chain(similar)
+    assert sorted(order) == list(range(5)) and order[:2] == [0, 3]
+    rates = [0.5, 0.0, 0.9, 0.1]
+    assert similarity.busiest(Node(rates, "units.json")) == [2, 0, 3]
+    assert len(similarity.section(read_run(run)).blocks[0].pictures) == 3
+
+
+def test_results_without_layers_make_a_report_and_layers_without_results_do(run, tmp_path):
+    alone = tmp_path / "results"
+    alone.mkdir()
+    (alone / "evaluation.json").write_bytes((run / "evaluation.json").read_bytes())
+    assert "MxD (made-up), k8, block 1" in write_report(alone)[1].read_text()
+    page, _ = write_report(run / "layer1-mxd-k8", tmp_path / "deep" / "one.html")
+    assert "What was trained" in page.read_text()
+
+
+def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    for path in run.iterdir():
+        (folder / path.name).symlink_to(path)
+    document = json.loads((run / "evaluation.json").read_text())
+    result = next(iter(document["results"].values()))
+    result |= {"layers": {"1": result["layers"]["1"], "2": result["layers"]["1"]}}
+    result["replacements"] *= 2
+    write_json(folder / "evaluation-together.json", document | {"results": {"together": result}})
+    (table,) = [b for b in faithfulness.section(read_run(folder)).blocks if b.kind == "table"]
+    assert table.rows[-1][0].text == "together: 2 layers at once" and len(table.rows) == 7
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("units.json", "{", "cannot read .*units.json"),
+        ("units.json", "[]", "does not hold a JSON object"),
+        (
+            "probing.json",
+            '{"results": {"a": {"set": {"level": "sample"}}}}',
+            r"probing.json#/results/a/set has no 'classes'",
+        ),
+        ("masking.json", '{"results": {"a": {"domains": ["x"], "units": {}, "matrix": [["y"]]}}}', "is not a number"),
+        ("generation.json", '{"results": []}', "generation.json#/results is not an object"),
+        ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl, line 1"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, text, said):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(MxdError, match=said):
+        write_report(tmp_path)
+
+
+def test_the_command_writes_both_files(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mxd", "report", str(run / "layer1-tc-k8"), "--out", str(tmp_path / "r.html")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    assert f"page:     {tmp_path / 'r.html'}" in capsys.readouterr().out
+    assert (tmp_path / "r.md").read_text().startswith("# layer1-tc-k8: replacements for MLPs of made-up")
+
+
+def test_nothing_to_report_is_said(tmp_path):
+    with pytest.raises(MxdError, match="nothing to report"):
+        write_report(tmp_path)
+    with pytest.raises(MxdError, match="no run at"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(MxdError, match=r"ends in .html"):
+        write_report(tmp_path, tmp_path / "out.txt")
+
+
+def test_pointers_follow_rfc_6901():
+    node = Node({"a/b": {"c~d": [5]}}, "x.json")
+    assert node["a/b"]["c~d"][0].source == "x.json#/a~1b/c~0d/0"
+    assert node.get("absent") is None
