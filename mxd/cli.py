@@ -2,13 +2,20 @@
 
 import json
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import App, Parameter
 
 from mxd import __version__
 from mxd.errors import MxdError
+
+if TYPE_CHECKING:
+    from mxd.evaluation.checkpoints import Subject
+
+N = TypeVar("N")
 
 DEMO_TOKENS = 32_768
 """Held-out tokens the demo measures on."""
@@ -18,6 +25,41 @@ app = App(
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
 )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HeldOut:
+    """The text an evaluation reads and the base model it runs."""
+
+    source: str | None = None
+    """text to read; by default that of training"""
+    split: str | None = None
+    """split of it; by default validation"""
+    column: str | None = None
+    """field that holds the text"""
+    context: int | None = None
+    """tokens in a context"""
+    model: str | None = None
+    """base model in place of the one named in the checkpoints"""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda"""
+
+    def open(self, command: str, checkpoints: Sequence[str]) -> "Subject":
+        """Load the checkpoints a command was given.
+
+        Raises:
+            MxdError: none was given, or as ``open_checkpoints``.
+        """
+        if not checkpoints:
+            raise MxdError(f"give at least one checkpoint: mxd {command} checkpoints/RUN")
+        from mxd.evaluation.checkpoints import open_checkpoints
+
+        given = {k: v for k, v in asdict(self).items() if k not in ("model", "device") and v is not None}
+        return open_checkpoints(checkpoints, given, self.model, self.device)
+
+
+HELD_OUT = HeldOut()
 
 
 @app.command
@@ -70,58 +112,486 @@ def evaluate(
     *checkpoints: str,
     together: bool = False,
     tokens: int = 65_536,
-    source: str | None = None,
-    split: str | None = None,
-    column: str | None = None,
-    context: int | None = None,
-    model: str | None = None,
-    device: str = "auto",
+    on: HeldOut = HELD_OUT,
     out: Path | None = None,
+    lm_eval: str | None = None,
+    lm_eval_limit: int | None = None,
+    lm_eval_include: Path | None = None,
 ) -> None:
     """Splice trained layers into their base model and measure faithfulness on held-out text.
 
     Args:
-        checkpoints: layer folders, or run folders (every layer in them).
+        checkpoints: layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
         together: splice all of them at once, instead of each alone.
         tokens: positions to read.
-        source: text to read; by default that of training.
-        split: split of it; by default validation.
-        column: field that holds the text.
-        context: tokens in a context.
-        model: base model in place of the one named in the checkpoints.
-        device: auto (CUDA where there is one), cpu, cuda.
-        out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together).
+        on: the text and the base model.
+        out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together), and
+            for a Hub reference evaluation-NAME.json in this one.
+        lm_eval: tasks of the lm-evaluation-harness to score the base and each splice on, too: arc_easy,hellaswag. Needs
+            pip install 'mxd[lm-eval]'.
+        lm_eval_limit: documents of each task to use, at most.
+        lm_eval_include: folder with task files of your own.
     """
-    if not checkpoints:
-        raise MxdError("give at least one checkpoint: mxd evaluate checkpoints/RUN")
     if tokens < 1:
         raise MxdError(f"--tokens must be at least 1, got {tokens}.")
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    if lm_eval is None and (lm_eval_limit is not None or lm_eval_include is not None):
+        raise MxdError("--lm-eval-limit and --lm-eval-include need --lm-eval TASKS.")
+    from mxd.evaluation.checkpoints import measure
+    from mxd.evaluation.harness import find_tasks
 
-    data = {"source": source, "split": split, "column": column, "context": context}
-    given = {key: value for key, value in data.items() if value is not None}
-    found = evaluate_checkpoints(checkpoints, together, given, tokens, model, device)
-    name = "evaluation-together.json" if together else "evaluation.json"
-    path = save_results(found, out or Path(checkpoints[0]) / name)
+    tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
+    found = measure(on.open("evaluate", checkpoints), together, tokens, tasks)
     _show(found)
-    _say(f"numbers: {path}")
+    _save(found, checkpoints, "evaluation-together" if together else "evaluation", out)
 
 
 @app.command
-def info(checkpoint: Path) -> None:
+def generate(
+    *checkpoints: str,
+    prompt: str | None = None,
+    together: bool = False,
+    limit: int = 512,
+    words: int = 4,
+    tokens: int = 32,
+    seed: int = 0,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Continue prompts with the base and with the spliced model, greedily, and compare token by token.
+
+    Args:
+        checkpoints: as for evaluate.
+        prompt: continue this text and show it; by default the openings of held-out texts are continued and counted.
+        together: splice all of them at once, instead of each alone.
+        limit: prompts.
+        words: words of a text that make a prompt.
+        tokens: tokens to add.
+        seed: draws the texts.
+        on: the text and the base model.
+        out: JSON file; by default generation.json in the first folder (with --prompt none).
+    """
+    subject = on.open("generate", checkpoints)
+    from rich.console import Console
+
+    from mxd.evaluation.generation import generate_checkpoints
+    from mxd.report.diffs import terminal_diff
+
+    found = generate_checkpoints(subject, together, prompt, limit, words, tokens, seed)
+    console = Console(highlight=False)
+    for name, result in found["results"].items():
+        console.print(f"[bold]{name}[/bold]")
+        for example in result["examples"]:
+            console.print(terminal_diff(example))
+        at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= tokens]
+        shares = ", ".join(f"{result['match'][n - 1]:.1%} to {n}" for n in at)
+        if prompt is None:
+            _say(f"of {result['prompts']} prompts the same: {shares}; mean {result['agreed_tokens']:.1f} tokens\n")
+    if prompt is None or out is not None:
+        _save(found, checkpoints, "generation-together" if together else "generation", out)
+
+
+@app.command
+def units(
+    *checkpoints: str,
+    tokens: int = 1_000_000,
+    units: str | None = None,
+    top: int = 10,
+    contexts: int = 5,
+    shared: float = 0.5,
+    seed: int = 0,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Count how often the units of trained layers fire, and show the text that some of them fire on.
+
+    Args:
+        checkpoints: as for evaluate.
+        tokens: positions to read, as far as there is text; --split train has more.
+        units: units to show, 3,17; by default those that add most to the output.
+        top: how many to show where none are named.
+        contexts: contexts to show from each of six bands of strength.
+        shared: units active at more than this share of the tokens count as shared.
+        seed: draws the contexts.
+        on: the text and the base model.
+        out: JSON file; by default units.json in the first folder.
+    """
+    named = _numbers("--units", units, int) if units is not None else None
+    subject = on.open("units", checkpoints)
+    from mxd.evaluation.units import evaluate_units
+    from mxd.report.terminal import unit_lines
+
+    found = evaluate_units(subject.base, subject.trained, subject.blocks(), tokens, named, top, contexts, shared, seed)
+    for name, result in found.items():
+        _print(*unit_lines(name, result))
+    _save(subject.document(found, tokens_asked=tokens, seed=seed), checkpoints, "units", out)
+
+
+@app.command
+def structure(
+    *checkpoints: str,
+    tokens: int = 65_536,
+    experts: int = 2000,
+    prompt: list[str] | None = None,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Measure the rank of the units' weights, and name the units that lead on the text and on template prompts.
+
+    Args:
+        checkpoints: as for evaluate.
+        tokens: positions over which leads and rates are counted.
+        experts: units whose rank is computed, from unit 0 on.
+        prompt: a prompt at whose last token to name the leading unit; give it several times for several.
+        on: the text and the base model.
+        out: JSON file; by default structure.json in the first folder.
+    """
+    subject = on.open("structure", checkpoints)
+    from mxd.evaluation.structure import PROMPTS, evaluate_structure
+    from mxd.report.terminal import structure_table
+
+    found = subject.document(
+        evaluate_structure(subject.base, subject.trained, subject.blocks(), tokens, experts, prompt or PROMPTS),
+        tokens_asked=tokens,
+    )
+    _print(structure_table(found))
+    _save(found, checkpoints, "structure", out)
+
+
+@app.command
+def mask(
+    *checkpoints: str,
+    domains: str | None = None,
+    scores: Path | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
+    score_column: str = "score",
+    ratio: float = 2.0,
+    thresholds: str = "0.2,0.1,0.05",
+    limit: int = 100,
+    seed: int = 0,
+    together: bool = False,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Mask the units of a topic, or those that go with a score of the text, and measure what that does to the loss.
+
+    Args:
+        checkpoints: as for evaluate.
+        domains: labelled texts: a bundled set (factbook, languages), a .csv, .jsonl or .parquet file, or a Hub dataset.
+        scores: texts with a number each, a .csv, .jsonl or .parquet file: units are masked that correlate with it.
+        text_column: field that holds the text.
+        label_column: field that holds the domain.
+        score_column: field that holds the number.
+        ratio: a unit belongs to a domain if it is at least so many times as strong there as in any other.
+        thresholds: correlations from which on a unit is masked.
+        limit: texts of each domain, or below and above the mean score; half of them choose units, half are measured.
+        seed: draws the texts and the units of the control.
+        together: splice and mask all layers at once, instead of each alone.
+        on: context and base model.
+        out: JSON file; by default masking.json, or purging.json with --scores, in the first folder.
+    """
+    if (domains is None) == (scores is None):
+        raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
+    limits = _numbers("--thresholds", thresholds, float)
+    subject = on.open("mask", checkpoints)
+    from mxd.evaluation.labelled import labelled_texts
+    from mxd.evaluation.masking import evaluate_masking, evaluate_purging, scored_texts
+    from mxd.report.terminal import masking_table, purging_table
+
+    base, sets, how = subject.base, subject.sets(together), (limit, subject.text.context, subject.text.bos, seed)
+    if domains is not None:
+        given = labelled_texts(domains, text_column, label_column)
+        kind, table = "masking", masking_table
+        found = evaluate_masking(base, sets, given.texts, given.labels, ratio, *how)
+    else:
+        texts, numbers = scored_texts(scores or "", text_column, score_column)
+        kind, table = "purging", purging_table
+        found = evaluate_purging(base, sets, texts, numbers, limits, *how)
+    for name, result in found.items():
+        _print(table(name, result))
+    document = subject.document(found, texts=str(domains or scores), limit=limit, seed=seed)
+    _save(document, checkpoints, f"{kind}-together" if together else kind, out)
+
+
+@app.command
+def convert(
+    *sources_and_out: str,
+    from_: Annotated[str | None, Parameter("--from")] = None,
+    to: str | None = None,
+    layer: int | None = None,
+    reads: Literal["mlp_in", "normalized"] | None = None,
+    jumprelu: Annotated[bool, Parameter(negative="")] = False,
+    tokens: int = 32_768,
+    on: HeldOut = HELD_OUT,
+) -> None:
+    """Convert other tools' transcoders to checkpoints, SOURCE OUT --from TOOL, or back, CHECKPOINT... OUT --to TOOL.
+
+    Both: sparsify, saelens, circuit-tracer. From: gemma-scope, reference (the papers' .pt files). See docs/formats.md.
+
+    Args:
+        sources_and_out: their file or folder, or checkpoints as for evaluate; last the folder to write.
+        from_: the tool whose files to read. The base model is what they name, or --model.
+        to: the tool whose files to write.
+        layer: block they replace, where their files do not say; of several, the one to convert.
+        reads: where their files leave it open: mlp_in, or normalized (before the affine part of the layer norm).
+        jumprelu: write JumpReLU thresholds, fitted on held-out text, also where the tool has TopK.
+        tokens: held-out tokens for thresholds and for measuring what is lost.
+        on: the text and the base model.
+    """
+    *sources, out = sources_and_out or [""]
+    if not sources or (from_ is None) == (to is None):
+        raise MxdError(
+            "give what to convert, a folder to write, and a tool: mxd convert SOURCE OUT --from (or --to) TOOL"
+        )
+    from mxd.formats import export_layers, import_layers
+
+    if from_ is not None:
+        if len(sources) > 1:
+            raise MxdError(f"--from reads one file or folder, got {len(sources)}.")
+        found = import_layers(sources[0], out, from_, on.model, layer, reads, on.device)
+    else:
+        subject = on.open("convert", sources)
+        found = export_layers(subject.trained, subject.base, subject.blocks, out, to or "", jumprelu, tokens)
+    for item in found:
+        _say("\n  ".join([f"{item.source} -> {item.path}", *item.notes, *([item.loss.line] if item.loss else [])]))
+
+
+@app.command
+def probe(
+    *checkpoints: str,
+    sets: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = ("factbook", "languages", "gender"),
+    level: Literal["sample", "token"] | None = None,
+    last: Annotated[bool | None, Parameter(negative="--first")] = None,
+    limit: int = 10_000,
+    seed: int = 42,
+    text_column: str = "text",
+    label_column: str = "label",
+    split: str = "train",
+    model: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Find the single units that tell classes of text apart, beside the base MLP's neurons.
+
+    Args:
+        checkpoints: as for evaluate.
+        sets: labelled set, repeated for several: factbook, languages, gender; a .csv, .jsonl or .parquet file; or a Hub
+            dataset. `python scripts/fetch_probing.py` fetches more.
+        level: probe the mean over a text's tokens, or its last token; by default what the set is made for.
+        last: which 128 tokens of a longer text are read; by default the first, at the token level the last. The paper
+            reads the last of source code.
+        limit: texts of a set, drawn with the seed.
+        seed: orders the texts before they are split 80/20.
+        text_column: field that holds the text.
+        label_column: field that holds the class.
+        split: split of a Hub dataset.
+        model: base model in place of the one named in the checkpoints.
+        device: auto (CUDA where there is one), cpu, cuda.
+        out: JSON file; by default probing.json in the first folder.
+    """
+    subject = HeldOut(model=model, device=device).open("probe", checkpoints)
+    from mxd.evaluation.probing import probe_checkpoints, summary
+
+    side = {True: "last", False: "first", None: None}[last]
+    columns = {"text_column": text_column, "label_column": label_column, "split": split}
+    found = probe_checkpoints(subject, sets, **columns, level=level, side=side, limit=limit, seed=seed)
+    _say(summary(found["results"]))
+    _save(found, checkpoints, "probing", out)
+
+
+@app.command
+def steer(
+    *checkpoints: str,
+    units: str = "0-99",
+    scale: float = 100.0,
+    prompt: str = "Let's talk about ",
+    samples: int = 10,
+    tokens: int = 32,
+    temperature: float = 1.0,
+    top_p: float = 0.1,
+    frequency_penalty: float = 0.0,
+    on: Literal["replacement", "base"] = "replacement",
+    seed: int = 0,
+    judge: str | None = None,
+    judge_model: str | None = None,
+    judge_key: str = "MXD_JUDGE_KEY",
+    judge_local: str | None = None,
+    repeats: int = 1,
+    model: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Generate text while one unit is made stronger, for many units, and have a language model judge it.
+
+    Args:
+        checkpoints: as for evaluate.
+        units: units, such as 0-99 or 3,17,40-49; of the default as many as there are.
+        scale: how much of a unit's output is added at every position.
+        prompt: text to continue.
+        samples: continuations for each unit.
+        tokens: tokens of each.
+        temperature: divides the logits; 0 is greedy.
+        top_p: draw from the likeliest tokens that hold this much probability.
+        frequency_penalty: lowers a token's logit for each time it came before; 1 in the paper's code.
+        on: add to the output of the spliced replacement, as the paper's code does, or to that of the base MLP.
+        seed: draws the tokens.
+        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1.
+        judge_model: model to ask there.
+        judge_key: environment variable that holds the endpoint's key.
+        judge_local: causal language model to judge instead, loaded like a base model.
+        repeats: times each unit's texts are judged.
+        model: base model in place of the one named in the checkpoints.
+        device: auto (CUDA where there is one), cpu, cuda.
+        out: JSON file; by default steering.json in the first folder.
+    """
+    if (judge is None) != (judge_model is None) or (judge is not None and judge_local is not None):
+        raise MxdError("give --judge URL with --judge-model NAME, or --judge-local MODEL alone.")
+    named = None if units == "0-99" else _ranges("--units", units)
+    subject = HeldOut(model=model, device=device).open("steer", checkpoints)
+    from mxd.evaluation.steering import Endpoint, Judge, LocalJudge, steer_checkpoints, summary
+
+    asked: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
+    if judge is not None and judge_model is not None:
+        asked = Endpoint(judge, judge_model, judge_key)
+    how = {"scale": scale, "prompt": prompt, "samples": samples, "tokens": tokens, "temperature": temperature}
+    how |= {"top_p": top_p, "frequency_penalty": frequency_penalty, "on": on, "seed": seed}
+    found = steer_checkpoints(subject, named, asked, repeats, **how)
+    _say(summary(found["results"]))
+    _save(found, checkpoints, "steering", out)
+
+
+@app.command
+def export_model(model: str, /, *checkpoints_and_out: str) -> None:
+    """Write a model with trained layers spliced in as a normal transformers repository: MODEL CHECKPOINT... OUT.
+
+    AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True) loads it where mxd is not installed.
+
+    Args:
+        model: the base model: a bundled name, a Hub id, a folder or a .gguf file.
+        checkpoints_and_out: layer folders, run folders or Hub references, one layer for each block; last the folder to
+            write, which is new, empty or an earlier export.
+    """
+    *checkpoints, out = checkpoints_and_out or [""]
+    if not checkpoints:
+        raise MxdError("give a model, checkpoints and a folder to write: mxd export-model MODEL CHECKPOINT... OUT")
+    from mxd.export import export_checkpoints
+
+    export_checkpoints(model, checkpoints, out)
+    _say(f"done: {out}\nnext: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
+
+
+@app.command
+def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Train every replacement of a run, answer the questions its config asks, and write the report.
+
+    The questions are --evaluation.questions '[evaluation, generation, units, structure, probing, masking, steering]'.
+    Run it again to go on after an interruption, or to ask more: what is there already is kept.
+
+    Args:
+        config: YAML file; see configs/.
+        overrides: fields to set, by dotted name; `mxd fields` lists them.
+    """
+    from mxd.config import load_config
+    from mxd.evaluation.compare import compare as run
+    from mxd.report.page import write_report
+
+    folder = run(load_config(config, overrides))
+    page, twin = write_report(folder)
+    _say(f"page:     {page}\nmarkdown: {twin}")
+
+
+@app.command
+def report(run: Path, out: Path | None = None) -> None:
+    """Write one page, and the same in Markdown, of whatever is in a run's folder: what was trained and measured.
+
+    Args:
+        run: a run folder, or one layer's.
+        out: HTML file; by default report.html in the folder. The Markdown goes beside it.
+    """
+    from mxd.report.page import write_report
+
+    page, twin = write_report(run, out)
+    _say(f"page:     {page}\nmarkdown: {twin}")
+
+
+@app.command
+def info(checkpoint: str) -> None:
     """Print a checkpoint's config, parameters and provenance, as JSON.
 
     Args:
-        checkpoint: a layer folder, or a run folder (every layer in it).
+        checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
     """
     from mxd.checkpoint import find_layers, read_config
+    from mxd.hub import cached_reference
     from mxd.layers import parse_layer
 
     described: dict[str, Any] = {}
-    for path in find_layers(checkpoint):
+    for path in find_layers(checkpoint, weights=False):
         config = read_config(path)
-        described[str(path)] = {"parameters": parse_layer(config.get("layer") or {}).num_params, **config}
+        described[str(cached_reference(path) or path)] = {
+            "parameters": parse_layer(config.get("layer") or {}).num_params,
+            **config,
+        }
     _say(json.dumps(described, indent=2))
+
+
+@app.command
+def push(
+    checkpoint: Path,
+    repo: str,
+    private: Annotated[bool, Parameter(negative="")] = False,
+    revision: str | None = None,
+    create_pr: Annotated[bool, Parameter(negative="")] = False,
+    license: str | None = None,
+    message: str | None = None,
+) -> None:
+    """Push a layer, or a run's layers as a set, to the Hugging Face Hub, with a model card written for it.
+
+    Log in first: `hf auth login`, or set HF_TOKEN. An interrupted push is run again as it was.
+
+    Args:
+        checkpoint: a layer folder, or a run folder (every layer in it, its evaluation.json and a figure).
+        repo: org/name; made where it is not there yet.
+        private: make the repository private.
+        revision: branch to push to, made where it is not there yet.
+        create_pr: open a pull request instead.
+        license: license of the layers, by the Hub's name (apache-2.0, mit, ...).
+        message: commit message.
+    """
+    from mxd.checkpoint import push as send
+
+    _draw(checkpoint)
+    done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
+    _say(f"pushed: {done.url}\nrevision: {done.revision}\nnext: mxd info {repo}@{done.revision}")
+
+
+@app.command
+def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> None:
+    """Copy a layer, or a set of layers, from the Hugging Face Hub into a folder; what is there already stays.
+
+    Args:
+        reference: org/name[/subfolder][@revision].
+        folder: where the layer goes, or the layers of a set; by default checkpoints/NAME.
+        pattern: of a set only the layers whose names match, for example '*-k32'.
+    """
+    from mxd.checkpoint import pull as fetch
+
+    places = fetch(reference, folder, pattern)
+    for place in places:
+        _say(f"pulled: {place}")
+    _say(f"next: mxd evaluate {' '.join(map(str, places))}")
+
+
+def _draw(folder: Path) -> None:
+    """Draw the figure of an evaluated run, where it is missing or older than the numbers."""
+    from mxd.card import Evaluation
+    from mxd.checkpoint import read_json
+    from mxd.report.figures import frontier
+
+    numbers, figure = folder / "evaluation.json", folder / "frontier.png"
+    is_set = Evaluation.read(numbers) is not None and not (folder / "config.json").exists()
+    if is_set and (not figure.exists() or figure.stat().st_mtime < numbers.stat().st_mtime):
+        frontier(read_json(numbers), figure)
 
 
 @app.command
@@ -161,16 +631,64 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from mxd.report.tables import terminal_table
+    from mxd.report.tables import tasks_table, terminal_table
 
     console = Console()
     if not console.is_terminal:
         console.width = 160
     console.print(terminal_table(found))
+    if "lm_eval" in found:
+        console.print(tasks_table(found["lm_eval"]))
+
+
+def _save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
+    """Write results to ``out``, by default into the first checkpoint's folder; for a Hub reference here."""
+    from mxd.evaluation.checkpoints import save_results
+    from mxd.hub import reference_of
+
+    reference = reference_of(checkpoints[0])
+    place = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")
+    _say(f"numbers: {save_results(found, out or place)}")
+
+
+def _print(*lines: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    for line in lines:
+        console.print(line)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
+    """Return the numbers of a list such as 3,17."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError as error:
+        raise MxdError(f"{option} is {text!r}; expected numbers divided by commas.") from error
+
+
+def _ranges(option: str, text: str) -> list[int]:
+    """Return the numbers of a list such as 3,17,40-49."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
+            raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def _end_bars() -> None:
+    """End the bars that a failed transfer leaves in the middle of a line, so that the message has a line of its own."""
+    bars = sys.modules.get("huggingface_hub.utils.tqdm")
+    for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():
+        bar.close()
 
 
 def main() -> None:
@@ -180,6 +698,7 @@ def main() -> None:
     try:
         app(sys.argv[1:])
     except errors.MxdError as error:
+        _end_bars()
         sys.stderr.write(f"mxd: {error}\n")
         sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
     except KeyboardInterrupt:

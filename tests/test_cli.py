@@ -60,6 +60,19 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert code == 0 and (tmp_path / "e.json").exists()
 
 
+def test_generate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert mxd(capsys, "train", str(config))[0] == 0
+    single = str(tmp_path / "r" / "layer1-mxd-k2")
+    code, out, _ = mxd(capsys, "generate", single, "--prompt", "The President of the", "--tokens", "3")
+    assert code == 0 and "prompt   The President of the" in out and "of 3 tokens agree" in out and "numbers" not in out
+    code, out, _ = mxd(capsys, "generate", str(tmp_path / "r"), "--limit", "9", "--words", "2", "--tokens", "5")
+    assert code == 0 and out.count("of 9 prompts the same") == 2 and " to 4; mean" in out
+    found = json.loads((tmp_path / "r" / "generation.json").read_text())
+    assert found["asked"]["words"] == 2 and len(found["results"]["r/layer1-mxd-k4"]["agreed"]) == 9
+    code, _, err = mxd(capsys, "generate")
+    assert code == 1 and "mxd generate checkpoints/RUN" in err
+
+
 def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def run(name: str, *words: str) -> tuple[int, str]:
         code, _, err = mxd(capsys, "train", str(config), "--run", name, *words)

@@ -1,7 +1,7 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from mxd.config import DataConfig
 from mxd.data import Blocks, documents, token_blocks
 from mxd.errors import MxdError
 from mxd.evaluation.faithfulness import evaluate
+from mxd.evaluation.harness import Tasks, score
+from mxd.hub import cached_reference
 from mxd.model import FrozenModel, load_frozen
 
 
@@ -63,7 +65,7 @@ def open_checkpoints(
     """Load checkpoints of one base model, and that model.
 
     Args:
-        paths: layer folders, or run folders (all layers in them).
+        paths: layer folders, run folders (all layers in them), or Hub references to either.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
         model: base model to use in place of the one the checkpoints name (a local copy of it, say).
         device: where to run.
@@ -92,29 +94,38 @@ def evaluate_checkpoints(
     tokens: int = 65_536,
     model: str | None = None,
     device: str = "auto",
+    tasks: Tasks | None = None,
 ) -> dict[str, Any]:
     """Measure the faithfulness of checkpoints on held-out text.
 
     Args:
-        paths: layer folders, or run folders (all layers in them).
+        paths: layer folders, run folders (all layers in them), or Hub references to either.
         together: splice all of them at once, instead of each alone.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
         tokens: positions to read.
         model: base model to use in place of the one the checkpoints name (a local copy of it, say).
         device: where to run.
+        tasks: lm-eval tasks to score, too (``find_tasks``).
 
     Returns:
-        What was measured, with all it depends on; ``results`` maps each name to its numbers.
+        What was measured, with all it depends on; ``results`` maps each name to its numbers, ``lm_eval`` holds scores.
 
     Raises:
         MxdError: a damaged checkpoint, checkpoints of several base models, or no held-out text.
     """
-    subject = open_checkpoints(paths, data, model, device)
+    return measure(open_checkpoints(paths, data, model, device), together, tokens, tasks)
+
+
+def measure(
+    subject: Subject, together: bool = False, tokens: int = 65_536, tasks: Tasks | None = None
+) -> dict[str, Any]:
+    """Measure the faithfulness of what ``open_checkpoints`` loaded; see ``evaluate_checkpoints``."""
     sets = subject.sets(together)
     results = evaluate(subject.base, sets, subject.blocks(), tokens)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
-    return subject.document(results, tokens_asked=tokens)
+    scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
+    return subject.document(results, tokens_asked=tokens) | scores
 
 
 def held_out_blocks(base: FrozenModel, text: DataConfig) -> Any:
@@ -141,7 +152,10 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """Return a checkpoint's name in tables: run and folder."""
+    """Return a checkpoint's name in tables: run and folder, or its name on the Hub."""
+    reference = cached_reference(path)
+    if reference is not None:
+        return str(replace(reference, revision=None))
     resolved = path.resolve()
     return f"{resolved.parent.name}/{resolved.name}"
 

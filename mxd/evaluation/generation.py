@@ -6,8 +6,10 @@ after it, so this is a harder test than top-1 agreement on given text.
 """
 
 import math
+import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.errors import MxdError
+from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
 from mxd.model import FrozenModel
 from mxd.progress import progress
@@ -22,6 +25,64 @@ from mxd.splice import spliced
 
 Z = 1.959964
 """Standard normal quantile of a two-sided 95% interval."""
+
+
+def generate_checkpoints(
+    subject: Subject,
+    together: bool = False,
+    prompt: str | None = None,
+    limit: int = 512,
+    words: int = 4,
+    new_tokens: int = 32,
+    seed: int = 0,
+    batch: int = 32,
+) -> dict[str, Any]:
+    """Measure how long checkpoints write what their base model writes.
+
+    Args:
+        subject: the checkpoints.
+        together: splice all of them at once, instead of each alone.
+        prompt: continue this text alone; by default the openings of held-out texts.
+        limit: prompts, at most.
+        words: words in a prompt.
+        new_tokens: tokens to add to each.
+        seed: draws the texts.
+        batch: prompts in one forward.
+
+    Returns:
+        The numbers of ``evaluate_generation`` with what they depend on; examples hold their tokens as text, too.
+
+    Raises:
+        MxdError: as ``evaluate_generation``.
+    """
+    tokenizer, bos = subject.base.tokenizer, subject.text.bos
+    texts = [prompt] if prompt is not None else openings(subject.texts(), limit, seed)
+    words = max(1, len(prompt.split())) if prompt is not None else words
+    sets = subject.sets(together)
+    results = evaluate_generation(
+        subject.base, sets, prompts(texts, tokenizer, words, limit, bos), new_tokens=new_tokens, batch=batch
+    )
+    for name, members in sets.items():
+        results[name]["replacements"] = [describe(trained) for trained in members.values()]
+        for example in results[name]["examples"]:
+            example["prompt_text"] = tokenizer.decode(example["prompt"], skip_special_tokens=True)
+            for key in ("base", "spliced"):
+                example[f"{key}_tokens"] = [tokenizer.decode([token]) for token in example[key]]
+    asked = {"prompt": prompt, "limit": limit, "words": words, "new_tokens": new_tokens, "seed": seed}
+    return subject.document(results, asked=asked)
+
+
+def openings(texts: Iterable[str], limit: int, seed: int = 0) -> Iterator[str]:
+    """Yield texts to open with: of the first ``16 limit`` documents in a drawn order, then their paragraphs.
+
+    Paragraphs serve where there are fewer documents than prompts; the second of each document come before any third.
+    """
+    drawn = list(islice(texts, 16 * limit))
+    random.Random(seed).shuffle(drawn)
+    paragraphs = [text.split("\n\n") for text in drawn]
+    longest = max(map(len, paragraphs), default=0)
+    later = (parts[n] for n in range(1, longest) for parts in paragraphs if n < len(parts))
+    return chain(drawn, later)
 
 
 def prompts(

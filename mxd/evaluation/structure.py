@@ -1,39 +1,73 @@
 """Does it decompose? How much of a replacement's output is routing, and how much a dense MLP in disguise.
 
 An MxD contains the base MLP as a special case (one expert always on), so a small cross-entropy increase alone does
-not show a decomposition. These numbers stand beside every faithfulness number.
+not show a decomposition. These numbers stand beside every faithfulness number. Two more look at the units themselves:
+the rank of their weights (MxD, arXiv 2505.21364, app. B.4), and which unit leads (app. C.2, figure 21).
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mxd.checkpoint import Trained
+from mxd.data import Blocks, mask_of
+from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementLayer
 from mxd.losses import normalized_mse
+from mxd.model import FrozenModel
+from mxd.progress import progress
+from mxd.splice import check_provenance
+
+K = TypeVar("K")
+
+PROMPTS = (
+    *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
+    *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
+)
+"""Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
+
+RANK_NUMBERS = 2**23
+"""Numbers in one batch of weights whose ranks are computed together."""
 
 
 class CodeMoments:
-    """First pass over the tokens: the mean code and how often each unit is active."""
+    """First pass over the tokens: the mean code, how often each unit is active, and how strongly at most."""
 
     def __init__(self, layer: ReplacementLayer) -> None:
         self.layer = layer
         self.sums = torch.zeros(layer.num_units, dtype=torch.float64)
         self.counts = torch.zeros(layer.num_units, dtype=torch.int64)
+        self.maxima = torch.zeros(layer.num_units)
         self.tokens = 0
 
     def see(self, x: Float[Tensor, "tokens d_in"]) -> None:
         """Count a batch of the layer's inputs."""
-        code = self.layer.encode(x)
+        self.count(self.layer.encode(x))
+
+    def count(self, code: Code) -> None:
+        """Count the code of a batch of tokens."""
         values, indices = code.values.cpu().reshape(-1), code.indices.cpu().reshape(-1)
-        self.tokens += len(x)
+        self.tokens += len(code.values)
         self.sums.index_add_(0, indices, values.double())
         self.counts.index_add_(0, indices, (values > 0).long())
+        self.maxima.scatter_reduce_(0, indices, values.float(), "amax")
 
     def mean_code(self, like: Tensor) -> Code:
         """Return the mean coefficients of all units as a code for every row of ``like``."""
         mean = (self.sums / max(self.tokens, 1)).to(like)
         indices = torch.arange(len(mean), device=like.device)
         return Code(mean.expand(len(like), -1), indices.expand(len(like), -1), all_units=True)
+
+    @property
+    def rates(self) -> Float[Tensor, " units"]:
+        """The share of tokens at which each unit is active."""
+        return self.counts.double() / max(self.tokens, 1)
 
     @property
     def leading_unit(self) -> int:
@@ -95,3 +129,186 @@ def _only(code: Code, unit: int) -> Code:
     """Return the code with all units but one switched off."""
     indices: Int[Tensor, "tokens k"] = code.indices
     return Code(code.values * (indices == unit), indices, code.all_units)
+
+
+def normalized_rank(layer: ReplacementLayer, first: int = 2000, advance: Any = None) -> float:
+    """Return the mean over units of ``rank(W_n) / min(H, O)`` (equation 23).
+
+    A rank counts the singular values above ``max(H, O) eps`` times the largest. A feature's weight is one row, so its
+    rank can only be 1 of 1, or 0.
+
+    Args:
+        layer: any replacement layer; its weights are materialised in batches.
+        first: units looked at, from unit 0 on (the paper's 2,000); all of them where there are fewer.
+        advance: told of each batch of units that is done.
+    """
+    count, rows, columns = min(first, layer.num_units), *layer.unit_weight(0).shape
+    chunk = max(1, RANK_NUMBERS // (rows * columns))
+    total = 0
+    with torch.no_grad():
+        for start in range(0, count, chunk):
+            units = range(start, min(start + chunk, count))
+            total += int(torch.linalg.matrix_rank(torch.stack([layer.unit_weight(n) for n in units])).sum())
+            if advance is not None:
+                advance(len(units))
+    return total / (count * min(rows, columns))
+
+
+@torch.no_grad()
+def evaluate_structure(
+    model: FrozenModel,
+    trained: Mapping[str, Trained],
+    blocks: Blocks,
+    tokens: int = 65_536,
+    experts: int = 2000,
+    prompts: Sequence[str] = PROMPTS,
+    forward_contexts: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Look at the units of trained layers: their ranks, and which of them lead.
+
+    The unit that leads at a token is the one with the largest coefficient. A shared expert leads everywhere; training
+    with a random K is meant to end that.
+
+    Args:
+        model: the frozen base model.
+        trained: name -> layer; the base model runs once for all of them, up to the last.
+        blocks: contexts over which leads and rates are counted.
+        tokens: positions to read, rounded up to whole contexts; those the layer was trained without do not count.
+        experts: units whose rank is computed.
+        prompts: texts at whose last token the leading unit is named.
+        forward_contexts: contexts in one forward, by default about 1,024 tokens.
+
+    Returns:
+        Name -> ``normalized_rank`` of ``experts`` units whose weights have ``shape``; over the text's ``tokens``, the
+        unit that leads most often and its share of them, ``leader``; and for each prompt, under ``leading``, the unit
+        that leads at its last token, with its ``strength`` there and its ``rate`` over the text.
+
+    Raises:
+        MxdError: no layers, no text, numbers below 1, or layers of another model.
+    """
+    if experts < 1:
+        raise MxdError(f"experts is {experts}; expected at least 1.")
+    leaders = {name: torch.zeros(one.layer.num_units, dtype=torch.int64) for name, one in trained.items()}
+    moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
+    with evaluating(model, trained):
+        with progress(f"structure: leading units of {len(trained)} layers", tokens) as advance:
+            for batch in streamed(blocks, tokens, forward_contexts):
+                for name, code, _ in codes(model, trained, batch):
+                    moments[name].count(code)
+                    unit, strength = _leading(code)
+                    leaders[name] += torch.bincount(unit[strength > 0].cpu(), minlength=len(leaders[name]))
+                advance(batch.size)
+        counts = {name: min(experts, one.layer.num_units) for name, one in trained.items()}
+        with progress(f"structure: ranks of {len(trained)} layers", sum(counts.values()), "units") as advance:
+            ranks = {name: normalized_rank(one.layer, experts, advance) for name, one in trained.items()}
+        prompted = leading_units(model, trained, prompts)
+    return {
+        name: {
+            "layer": one.provenance.layer,
+            "normalized_rank": ranks[name],
+            "experts": counts[name],
+            "shape": list(one.layer.unit_weight(0).shape),
+            "tokens": moments[name].tokens,
+            "leader": {
+                "unit": int(leaders[name].argmax()),
+                "share": float(leaders[name].max()) / max(moments[name].tokens, 1),
+            },
+            "leading": [{**row, "rate": float(moments[name].rates[row["unit"]])} for row in prompted[name]],
+        }
+        for name, one in trained.items()
+    }
+
+
+def leading_units(
+    model: FrozenModel, trained: Mapping[str, Trained], prompts: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return for each layer and prompt the unit with the largest coefficient at the last token (figure 21).
+
+    Returns:
+        Name -> for each prompt at whose last token a unit is active ``prompt``, ``unit`` and ``strength``.
+
+    Raises:
+        MxdError: the model has no tokenizer, or a prompt has no token.
+    """
+    if model.tokenizer is None:
+        raise MxdError("the base model has no tokenizer.")
+    first = model.tokenizer.bos_token_id
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in trained}
+    for prompt in prompts:
+        ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise MxdError(f"the prompt {prompt!r} has no tokens; give it a word.")
+        row = np.array([ids if first is None else [first, *ids]])
+        last = np.arange(row.size)[None] == row.size - 1
+        for name, code, _ in codes(model, trained, row, last):
+            unit, strength = _leading(code)
+            if strength.sum() > 0:
+                found[name].append({"prompt": prompt, "unit": int(unit), "strength": float(strength)})
+    return found
+
+
+def codes(
+    model: FrozenModel,
+    trained: Mapping[K, Trained],
+    batch: Int[np.ndarray, "batch seq"],
+    places: Bool[np.ndarray, "batch seq"] | None = None,
+) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
+    """Yield each layer's name, its code at the tokens that count, and where these stand in the flattened batch.
+
+    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor,
+    where ``places`` are given, any others.
+    """
+    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.layer for one in trained.values()])
+    for name, one in trained.items():
+        x, y = sites[one.provenance.layer]
+        counted = mask_of(batch, one.provenance.masked_ids) & (True if places is None else places)
+        read = x if one.layer.config.reads == "mlp_in" else y
+        code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
+        yield name, code, np.flatnonzero(counted)
+
+
+def streamed(
+    blocks: Blocks, tokens: int, forward_contexts: int | None = None
+) -> Iterator[Int[np.ndarray, "batch seq"]]:
+    """Yield batches of contexts until ``tokens`` positions are read or the text ends; nothing is kept.
+
+    Raises:
+        MxdError: the text holds no complete context, or ``tokens`` is below 1.
+    """
+    if tokens < 1:
+        raise MxdError(f"tokens is {tokens}; expected at least 1.")
+    stream = blocks(0)
+    first = next(stream, None)
+    if first is None:
+        raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
+    rows = islice(chain([first], stream), -(-tokens // len(first)))
+    while piece := list(islice(rows, forward_contexts or max(1, 1024 // len(first)))):
+        yield np.stack(piece)
+
+
+@contextmanager
+def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[None]:
+    """Have layers on the model's device and in evaluation mode for the length of the block.
+
+    Raises:
+        MxdError: there are none, or they were trained for another model.
+    """
+    if not trained:
+        raise MxdError("nothing to evaluate: give at least one trained layer.")
+    for one in trained.values():
+        model.check_layer(one.provenance.layer)
+        check_provenance(model, one.provenance.layer, one.provenance)
+    modes = [(one.layer.to(model.device), one.layer.training) for one in trained.values()]
+    for layer, _ in modes:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.train(training)
+
+
+def _leading(code: Code) -> tuple[Int[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Return for each token the unit with the largest coefficient, and that coefficient."""
+    strength, place = code.values.max(-1)
+    return code.indices.gather(-1, place.unsqueeze(-1)).squeeze(-1), strength

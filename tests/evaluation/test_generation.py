@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from mxd.checkpoint import Provenance, Trained
+from mxd.config import DataConfig
 from mxd.errors import MxdError
+from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.faithfulness import Constant
-from mxd.evaluation.generation import evaluate_generation, generation_match, greedy, prompts, wilson_interval
+from mxd.evaluation.generation import (
+    evaluate_generation,
+    generate_checkpoints,
+    generation_match,
+    greedy,
+    openings,
+    prompts,
+    wilson_interval,
+)
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
@@ -374,3 +384,58 @@ def test_texts_that_give_no_prompts(tokenizer, texts, options, message):
 def test_prompts_need_a_tokenizer():
     with pytest.raises(MxdError, match="no tokenizer"):
         prompts(["one two three four"], None)
+
+
+def test_openings_are_documents_first_then_paragraphs_in_turn():
+    texts = ["a0\n\na1\n\na2", "b0", "c0\n\nc1"]
+    drawn = list(openings(iter(texts), 5, seed=3))
+    assert sorted(drawn[:3]) == sorted(texts)
+    order = [text[0] for text in drawn[:3]]
+    assert drawn[3:] == [f"{name}1" for name in order if name != "b"] + ["a2"]
+    assert drawn == list(openings(iter(texts), 5, seed=3))
+    assert len({tuple(openings(iter(texts), 5, seed)) for seed in range(9)}) > 1
+    endless = (str(n) for n in itertools.count())
+    assert sorted(map(int, openings(endless, 2, 0))) == list(range(32))
+    assert list(openings([], 4)) == []
+
+
+def subject(model, *numbers, bos=True):
+    trained = {}
+    for number in numbers:
+        provenance = Provenance(
+            model="tiny-gpt2", revision=None, layer=number, fingerprint=model.fingerprint(number), tokens=7
+        )
+        trained[f"r/{number}"] = Trained(transcoder(model, number=number), provenance, Path("r") / str(number))
+    return Subject(trained, model, DataConfig(split="validation", bos=bos))
+
+
+def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained_gpt2):
+    one = subject(trained_gpt2, LAYER)
+    found = generate_checkpoints(one, limit=12, words=3, new_tokens=4, seed=1)
+    result = found["results"]["r/2"]
+    assert result["prompts"] == 12 and len(result["match"]) == 4
+    assert result["replacements"][0] == {
+        "method": "TC", "sparsity": "k8", "k": 8, "layer": LAYER, "units": 48,
+        "params": one.trained["r/2"].layer.config.num_params, "tokens_trained": 7,
+    }  # fmt: skip
+    assert found["data"]["split"] == "validation" and found["asked"]["seed"] == 1
+    for example in result["examples"]:
+        assert len(example["prompt_text"].split()) == 3 and example["prompt"][0] == 0
+        assert "".join(example["base_tokens"]) == trained_gpt2.tokenizer.decode(example["base"])
+        assert [trained_gpt2.tokenizer.decode([t]) for t in example["spliced"]] == example["spliced_tokens"]
+    texts = openings(one.texts(), 12, 1)
+    ids = prompts(texts, trained_gpt2.tokenizer, 3, 12)
+    assert [e["prompt"] for e in result["examples"]] == ids[:8]
+    other = generate_checkpoints(one, limit=12, words=3, new_tokens=4, seed=2)["results"]["r/2"]["examples"]
+    assert [e["prompt"] for e in other] != [e["prompt"] for e in result["examples"]]
+
+
+def test_one_prompt_is_continued_whole(trained_gpt2):
+    found = generate_checkpoints(subject(trained_gpt2, 1, LAYER, bos=False), True, TEXTS[0], new_tokens=3)
+    assert list(found["results"]) == ["together"]
+    (example,) = found["results"]["together"]["examples"]
+    assert example["prompt_text"] == TEXTS[0]
+    assert example["prompt"] == trained_gpt2.tokenizer(TEXTS[0])["input_ids"]
+    assert len(found["results"]["together"]["replacements"]) == 2
+    with pytest.raises(MxdError, match="no prompts"):
+        generate_checkpoints(subject(trained_gpt2, LAYER), prompt="  ")

@@ -1,0 +1,143 @@
+"""Labelled texts for probing: the bundled sets, CSV, JSONL and Parquet files, datasets of the Hub."""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxd.errors import MxdError
+from mxd.model import bundled_path
+
+LEVELS = ("sample", "token")
+
+BUNDLED_SETS = {"factbook": "sample", "languages": "sample", "gender": "token"}
+"""Name -> whether a label says something of the whole text, or of the name at its end (``mxd/assets/README.md``)."""
+SUFFIXES = (".csv", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with one label each."""
+
+    name: str
+    """What results call the set."""
+    texts: list[str]
+    """The texts."""
+    labels: list[str]
+    """The label of each."""
+    level: str = "sample"
+    """What is probed unless something else is asked for: the whole text, or its last token."""
+
+    @property
+    def classes(self) -> list[str]:
+        """The labels there are, sorted."""
+        return sorted(set(self.labels))
+
+
+def labelled_texts(
+    source: str | Path, text_column: str = "text", label_column: str = "label", split: str = "train"
+) -> LabelledTexts:
+    """Read a labelled set.
+
+    Labels may be strings, whole numbers or booleans; a Hub dataset's class numbers become their names.
+
+    Args:
+        source: a bundled name (``factbook``, ``languages``, ``gender``); a local ``.csv``, ``.jsonl`` or ``.parquet``
+            file; or a Hub dataset, ``org/name[:config][@revision]``.
+        text_column: the field that holds the text.
+        label_column: the field that holds the label.
+        split: split of a Hub dataset; files are read whole.
+
+    Raises:
+        MxdError: nothing there, no such column or split, a row without text or label, fewer than two classes, or the
+            Hub cannot be reached.
+    """
+    source = str(source)
+    if source in BUNDLED_SETS:
+        path, level = bundled_path("probing") / f"{source}.parquet", BUNDLED_SETS[source]
+        return _checked(source, _rows(path), "text", "label", level)
+    path = Path(source)
+    if path.suffix in SUFFIXES or path.exists():
+        if not path.is_file() or path.suffix not in SUFFIXES:
+            raise MxdError(f"no labelled texts at {source!r}; expected a file: {', '.join(SUFFIXES)}.")
+        return _checked(path.stem, _rows(path), text_column, label_column)
+    if "/" not in source:
+        raise MxdError(
+            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give a {', '.join(SUFFIXES)} file "
+            "(`python scripts/fetch_probing.py` fetches some) or a Hub dataset, org/name[:config][@revision]."
+        )
+    return _checked(source, _hub(source, split, label_column), text_column, label_column)
+
+
+def _checked(
+    name: str, rows: Iterator[dict[str, Any]], text_column: str, label_column: str, level: str = "sample"
+) -> LabelledTexts:
+    texts, labels = [], []
+    for number, row in enumerate(rows, 1):
+        for column in (text_column, label_column):
+            if column not in row:
+                have = ", ".join(map(str, row))
+                raise MxdError(
+                    f"{name}, row {number}: no column {column!r}; it has: {have}. Set --text-column, --label-column."
+                )
+        text, label = row[text_column], row[label_column]
+        if not isinstance(text, str):
+            raise MxdError(f"{name}, row {number}: {text_column!r} is {text!r}; expected a text.")
+        if not isinstance(label, str | int) or label == "":
+            raise MxdError(
+                f"{name}, row {number}: {label_column!r} is {label!r}; expected the name or number of a class."
+            )
+        texts.append(text)
+        labels.append(str(label))
+    found = LabelledTexts(name, texts, labels, level)
+    if len(found.classes) < 2:
+        got = f"only {found.classes[0]!r}" if found.classes else "no rows"
+        raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")
+    return found
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        if path.suffix == ".csv":
+            csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, which a long document exceeds
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                yield from csv.DictReader(file)
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _object(json.loads(line), path, number)
+        else:
+            import pyarrow.parquet as pq
+
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, ValueError, csv.Error) as error:
+        raise MxdError(f"cannot read labelled texts from {str(path)!r}: {error}") from error
+
+
+def _object(row: Any, path: Path, number: int) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise MxdError(f"{path}, line {number}: expected an object with fields, got {type(row).__name__}.")
+    return row
+
+
+def _hub(source: str, split: str, label_column: str) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    address, _, revision = source.partition("@")
+    name, _, subset = address.partition(":")
+    options = {"revision": revision} if revision else {}
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=split, **options)
+    except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise MxdError(
+            f"cannot load dataset {source!r}, split {split!r}: {reason}\n"
+            f"Expected a bundled set ({', '.join(BUNDLED_SETS)}), a file, or a Hub dataset that can be reached."
+        ) from error
+    names = dict(enumerate(getattr(rows.features.get(label_column), "names", None) or ()))
+    for row in rows:
+        yield row | {label_column: names.get(row[label_column])} if names else row  # -1 stands for no label

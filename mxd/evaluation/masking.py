@@ -1,0 +1,446 @@
+"""Can a topic be switched off? Units are chosen by the texts they fire on and masked, and the loss is measured again.
+
+By domain (Monet, ICLR 2025, section 5.1): a unit belongs to the domain where its mean coefficient is at least twice
+that in any other. By score (section 5.3): units go whose activity correlates with a score of the text. Units are chosen
+by their coefficients in the unchanged model, on one half of the texts, and losses measured on the other; as many active
+units, drawn at random, are the control.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mxd.checkpoint import Trained
+from mxd.data import mask_of
+from mxd.errors import MxdError
+from mxd.evaluation.faithfulness import Mean, cross_entropy
+from mxd.evaluation.structure import codes, evaluating
+from mxd.model import FrozenModel
+from mxd.progress import Advance, progress
+from mxd.splice import spliced
+
+TrainedSets = Mapping[str, Mapping[int, Trained]]
+"""Name -> what is spliced in together: block number -> layer."""
+Mask = Mapping[int, Sequence[int]]
+"""Block number -> units that are switched off."""
+Place = tuple[str, int]
+"""The name of a set and a block number: one layer."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts in groups, as token ids; one half chooses units, the other is measured."""
+
+    rows: list[list[int]]
+    groups: list[int]
+    choosing: list[int]
+    """Numbers of the texts that choose."""
+    measuring: list[int]
+    """Numbers of the texts that are measured."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of similar length, padded on the right, where a causal model does not look."""
+
+    ids: Int[np.ndarray, "batch seq"]
+    real: Bool[np.ndarray, "batch seq"]
+    """Where a token of the text stands."""
+    numbers: list[int]
+    """The texts' numbers."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses by group: the base model's, the splice's, and the changes by each mask."""
+
+    base: list[Mean]
+    spliced: list[Mean]
+    changes: list[list[Mean]]
+
+
+@torch.no_grad()
+def evaluate_masking(
+    model: FrozenModel,
+    sets: TrainedSets,
+    texts: Sequence[str],
+    labels: Sequence[str],
+    ratio: float = 2.0,
+    limit: int = 100,
+    context: int = 128,
+    bos: bool = True,
+    seed: int = 0,
+    batch: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Mask each domain's units, and measure what that does to the loss on every domain.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        texts: texts of all domains.
+        labels: the domain of each.
+        ratio: a unit belongs to a domain if its mean coefficient there is at least so many times the next largest.
+        limit: texts of each domain, at most; half of them choose units, the other half is measured.
+        context: tokens of a text that are read.
+        bos: begin each text with BOS where the tokenizer has one.
+        seed: draws the texts and the control's units.
+        batch: texts in one forward.
+
+    Returns:
+        Name -> ``domains``; how many ``units`` each has, and ``members``, which (domain -> block -> units); on each
+        domain's measured ``texts``, the ``loss`` of the splice and ``loss_base`` of the base model, in nats per token;
+        ``matrix[i][j]``, the change of the loss on domain j when the units of domain i are masked, with standard errors
+        over texts ``matrix_se``; ``control`` and ``control_se``, the same for units drawn at random; and the means of
+        the diagonals and of the rest, ``target``, ``others``, ``control_target``, ``control_others``.
+
+    Raises:
+        MxdError: fewer than two domains, a domain with fewer than two texts, no tokenizer, numbers that make no sense,
+            or layers that do not fit the model.
+    """
+    domains = sorted(set(labels))
+    _at_least("ratio", ratio, 1)
+    _at_least("the number of domains", len(domains), 2)
+    groups = [domains.index(label) for label in labels]
+    text = halves(model.tokenizer, texts, groups, domains, limit, context, bos, seed)
+    layers = _layers(sets)
+    total = len(text.choosing) + len(text.measuring) * (1 + len(sets) * (1 + 2 * len(domains)))
+    title = f"masking {len(domains)} domains in {len(sets)} splices"
+    with evaluating(model, layers), progress(title, total, "texts") as advance:
+        sums = {place: torch.zeros(len(domains), one.layer.num_units).double() for place, one in layers.items()}
+        tokens = {place: torch.zeros(len(domains)).double() for place in layers}
+        for place, numbers, activity, counts in _activity(model, layers, text.rows, text.choosing, batch, advance):
+            at = torch.tensor([groups[number] for number in numbers])
+            sums[place].index_add_(0, at, activity)
+            tokens[place].index_add_(0, at, counts)
+        scores = {place: sums[place] / tokens[place].clamp_min(1).unsqueeze(-1) for place in layers}
+        own = {place: belonging(score, ratio) for place, score in scores.items()}
+        masks = {
+            name: [{n: _where(own[name, n] == domain) for n in members} for domain in range(len(domains))]
+            for name, members in sets.items()
+        }
+        active = {place: score.sum(0) > 0 for place, score in scores.items()}
+        ways = {name: [*masks[name], *_control(name, masks[name], active, seed)] for name in sets}
+        losses = _measure(model, sets, ways, text, batch, advance)
+    results = {}
+    for name in sets:
+        changes, control = losses[name].changes[: len(domains)], losses[name].changes[len(domains) :]
+        results[name] = {
+            "domains": domains,
+            "ratio": ratio,
+            "texts": [sum(groups[n] == domain for n in text.measuring) for domain in range(len(domains))],
+            "units": {d: sum(map(len, mask.values())) for d, mask in zip(domains, masks[name], strict=True)},
+            "members": {
+                d: {str(n): units for n, units in mask.items()} for d, mask in zip(domains, masks[name], strict=True)
+            },
+            "loss_base": [mean.value for mean in losses[name].base],
+            "loss": [mean.value for mean in losses[name].spliced],
+            **_table("matrix", changes),
+            **_table("control", control),
+        }
+        for key, prefix in (("matrix", ""), ("control", "control_")):
+            values = np.array(results[name][key])
+            diagonal = np.eye(len(domains), dtype=bool)
+            results[name] |= {
+                f"{prefix}target": float(values[diagonal].mean()),
+                f"{prefix}others": float(values[~diagonal].mean()),
+            }
+    return results
+
+
+@torch.no_grad()
+def evaluate_purging(
+    model: FrozenModel,
+    sets: TrainedSets,
+    texts: Sequence[str],
+    scores: Sequence[float],
+    thresholds: Sequence[float] = (0.2, 0.1, 0.05),
+    limit: int = 500,
+    context: int = 128,
+    bos: bool = True,
+    seed: int = 0,
+    batch: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Mask the units whose activity correlates with a score of the text, and measure what that does to the loss.
+
+    A unit's activity in a text is its mean coefficient over the tokens. Losses are given for the texts with scores up
+    to the mean score, and for those above.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        texts: the texts.
+        scores: the score of each, toxicity for example.
+        thresholds: Pearson correlations from which on a unit is masked (Monet's, for toxicity).
+        limit: texts with scores up to the mean, and above it, at most; half of them choose units, the rest is measured.
+        context: tokens of a text that are read.
+        bos: begin each text with BOS where the tokenizer has one.
+        seed: draws the texts and the control's units.
+        batch: texts in one forward.
+
+    Returns:
+        Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; for each of ``thresholds``
+        how many ``units`` are masked and their ``share``, the ``changes`` of the two losses, with ``changes_se``, and
+        with as many units drawn at random ``control`` and ``control_se``; and the ``leading`` ten units by correlation.
+
+    Raises:
+        MxdError: scores that are all the same, and as ``evaluate_masking``.
+    """
+    mean = float(np.mean(scores)) if len(scores) else 0.0
+    groups = [int(score > mean) for score in scores]
+    names = [f"scores up to {mean:g}", f"scores above {mean:g}"]
+    _at_least("the number of different scores", len(set(scores)), 2)
+    text = halves(model.tokenizer, texts, groups, names, limit, context, bos, seed)
+    layers = _layers(sets)
+    total = len(text.choosing) + len(text.measuring) * (1 + len(sets) * (1 + 2 * len(thresholds)))
+    with evaluating(model, layers), progress(f"purging {len(sets)} splices", total, "texts") as advance:
+        found = {place: Correlation(one.layer.num_units) for place, one in layers.items()}
+        for place, numbers, activity, counts in _activity(model, layers, text.rows, text.choosing, batch, advance):
+            per_token = activity / counts.clamp_min(1).unsqueeze(-1)
+            found[place].see(per_token, torch.tensor([scores[number] - mean for number in numbers]).double())
+        pearson = {place: one.value for place, one in found.items()}
+        masks = {
+            name: [{n: _where(pearson[name, n] >= threshold) for n in members} for threshold in thresholds]
+            for name, members in sets.items()
+        }
+        active = {place: one.sums[0] > 0 for place, one in found.items()}
+        ways = {name: [*masks[name], *_control(name, masks[name], active, seed)] for name in sets}
+        losses = _measure(model, sets, ways, text, batch, advance)
+    results = {}
+    for name, members in sets.items():
+        sizes = [sum(map(len, mask.values())) for mask in masks[name]]
+        every = sum(one.layer.num_units for one in members.values())
+        ranked = sorted(((float(r), n, u) for n in members for u, r in enumerate(pearson[name, n])), reverse=True)
+        results[name] = {
+            "mean_score": mean,
+            "texts": [sum(groups[n] == group for n in text.measuring) for group in (0, 1)],
+            "loss_base": [each.value for each in losses[name].base],
+            "loss": [each.value for each in losses[name].spliced],
+            "thresholds": list(thresholds),
+            "units": sizes,
+            "share": [size / every for size in sizes],
+            **_table("changes", losses[name].changes[: len(thresholds)]),
+            **_table("control", losses[name].changes[len(thresholds) :]),
+            "leading": [{"layer": n, "unit": unit, "correlation": r} for r, n, unit in ranked[:10]],
+        }
+    return results
+
+
+def belonging(scores: Float[Tensor, "domains units"], ratio: float = 2.0) -> Int[Tensor, " units"]:
+    """Return the domain of each unit, -1 for none: where its score is at least ``ratio`` times the next largest."""
+    best, second = scores.topk(2, dim=0).values
+    return torch.where((best > 0) & (best >= ratio * second), scores.argmax(0), -1)
+
+
+class Correlation:
+    """Pearson correlation of each unit's activity with a score, over texts; memory does not depend on their number."""
+
+    def __init__(self, units: int) -> None:
+        self.sums = torch.zeros(3, units, dtype=torch.float64)
+        self.score_sums = torch.zeros(2, dtype=torch.float64)
+        self.count = 0
+
+    def see(self, activity: Float[Tensor, "texts units"], score: Float[Tensor, " texts"]) -> None:
+        """Count texts, given each unit's activity and the score, best centred, of each."""
+        self.sums += torch.stack([activity.sum(0), activity.square().sum(0), score @ activity])
+        self.score_sums += torch.stack([score.sum(), score.square().sum()])
+        self.count += len(score)
+
+    @property
+    def value(self) -> Float[Tensor, " units"]:
+        """The correlations; 0 for a unit whose activity never changes."""
+        (a, aa, ab), (b, bb), n = self.sums, self.score_sums, max(self.count, 1)
+        spread = (aa - a * a / n).clamp_min(0) * (bb - b * b / n).clamp_min(0)
+        return torch.where(aa - a * a / n > 1e-12 * aa, (ab - a * b / n) / spread.clamp_min(1e-300).sqrt(), 0.0)
+
+
+def scored_texts(
+    path: str | Path, text_column: str = "text", score_column: str = "score"
+) -> tuple[list[str], list[float]]:
+    """Read texts with a number each from a ``.csv``, ``.jsonl`` or ``.parquet`` file.
+
+    Raises:
+        MxdError: no such file or column, or a row without a text or a number.
+    """
+    import pyarrow
+    from pyarrow import csv, json, parquet
+
+    path = Path(path)
+    readers: dict[str, Any] = {
+        ".csv": lambda: csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)),
+        ".jsonl": lambda: json.read_json(path),
+        ".parquet": lambda: parquet.read_table(path),
+    }
+    if not path.is_file() or path.suffix not in readers:
+        raise MxdError(f"no scored texts at {str(path)!r}; expected a file: {', '.join(readers)}.")
+    try:
+        table = readers[path.suffix]()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
+    for column in (text_column, score_column):
+        if column not in table.column_names:
+            have = ", ".join(table.column_names)
+            raise MxdError(f"{path}: no column {column!r}; it has: {have}. Set --text-column, --score-column.")
+    texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()
+    for row, (text, score) in enumerate(zip(texts, scores, strict=True), 1):
+        if not isinstance(text, str) or not isinstance(score, int | float) or not np.isfinite(score):
+            raise MxdError(f"{path}, row {row}: got the text {text!r} and the score {score!r}; expected a number.")
+    return texts, [float(score) for score in scores]
+
+
+def halves(
+    tokenizer: Any,
+    texts: Sequence[str],
+    groups: Sequence[int],
+    names: Sequence[str],
+    limit: int,
+    context: int,
+    bos: bool = True,
+    seed: int = 0,
+) -> Texts:
+    """Draw up to ``limit`` texts of each group; the first half of them chooses units, the other is measured.
+
+    Raises:
+        MxdError: no tokenizer, a group with fewer than two texts, or numbers that make no sense.
+    """
+    _at_least("limit", limit, 2)
+    _at_least("context", context, 2)
+    if tokenizer is None:
+        raise MxdError("the base model has no tokenizer.")
+    head = [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
+    choosing, measuring = [], []
+    for group, name in enumerate(names):
+        numbers = [n for n, of in enumerate(groups) if of == group and texts[n].strip()]
+        random.Random(seed).shuffle(numbers)
+        numbers = numbers[:limit]
+        _at_least(f"the number of texts of {name!r}", len(numbers), 2)
+        choosing += numbers[: len(numbers) // 2]
+        measuring += numbers[len(numbers) // 2 :]
+    wanted = [text if n in {*choosing, *measuring} else "" for n, text in enumerate(texts)]
+    rows = tokenizer(wanted, add_special_tokens=False, truncation=True, max_length=context - len(head), verbose=False)
+    return Texts([head + ids for ids in rows["input_ids"]], list(groups), choosing, measuring)
+
+
+def _layers(sets: TrainedSets) -> dict[Place, Trained]:
+    return {(name, number): one for name, members in sets.items() for number, one in members.items()}
+
+
+def _batches(rows: Sequence[Sequence[int]], numbers: Sequence[int], size: int) -> Iterator[Batch]:
+    ordered = sorted(numbers, key=lambda number: len(rows[number]))
+    for start in range(0, len(ordered), size):
+        some = ordered[start : start + size]
+        lengths = np.array([len(rows[number]) for number in some])
+        real = np.arange(lengths.max()) < lengths[:, None]
+        ids = np.zeros(real.shape, dtype=np.int64)
+        ids[real] = np.concatenate([rows[number] for number in some])
+        yield Batch(ids, real, some)
+
+
+def _activity(
+    model: FrozenModel,
+    layers: Mapping[Place, Trained],
+    rows: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    size: int,
+    advance: Advance,
+) -> Iterator[tuple[Place, list[int], Float[Tensor, "batch units"], Float[Tensor, " batch"]]]:
+    """Yield, layer by layer, the sums of all units' coefficients over each text of a batch, and its tokens."""
+    for batch in _batches(rows, numbers, size):
+        for place, code, at in codes(model, layers, batch.ids, batch.real):
+            units = layers[place].layer.num_units
+            row = torch.from_numpy(at // batch.ids.shape[1])
+            sums = torch.zeros(len(batch.numbers) * units, dtype=torch.float64)
+            cells = row.unsqueeze(-1) * units + code.indices.cpu()
+            sums.index_add_(0, cells.flatten(), code.values.cpu().flatten().double())
+            counts = torch.bincount(row, minlength=len(batch.numbers)).double()
+            yield place, batch.numbers, sums.reshape(-1, units), counts
+        advance(len(batch.numbers))
+
+
+def _measure(
+    model: FrozenModel,
+    sets: TrainedSets,
+    ways: Mapping[str, Sequence[Mask]],
+    text: Texts,
+    size: int,
+    advance: Advance,
+) -> dict[str, Losses]:
+    """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them."""
+    groups = len(set(text.groups))
+    losses = {name: Losses(_means(groups), _means(groups), [_means(groups) for _ in ways[name]]) for name in sets}
+    masked = {token for one in _layers(sets).values() for token in one.provenance.masked_ids}
+    lowest = sorted({min(members) for members in sets.values()})
+    for batch in _batches(text.rows, text.measuring, size):
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        counted = torch.from_numpy(batch.real & mask_of(batch.ids, masked))[:, 1:]
+        with model.block_outputs(lowest) as hidden:
+            base = _loss(model, ids)
+        at = [text.groups[number] for number in batch.numbers]
+        advance(len(at))
+        for name, members in sets.items():
+            whole = _masked_loss(model, members, {}, ids, hidden)
+            _see(losses[name].base, base, counted, at)
+            _see(losses[name].spliced, whole, counted, at)
+            advance(len(at))
+            for mask, means in zip(ways[name], losses[name].changes, strict=True):
+                off = any(map(len, mask.values()))
+                change = _masked_loss(model, members, mask, ids, hidden) - whole if off else torch.zeros_like(whole)
+                _see(means, change, counted, at)
+                advance(len(at))
+    return losses
+
+
+def _loss(model: FrozenModel, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch targets"]:
+    return cross_entropy(model.logits(ids)[:, :-1].log_softmax(-1), ids[:, 1:]).cpu()
+
+
+def _masked_loss(
+    model: FrozenModel, members: Mapping[int, Trained], mask: Mask, ids: Tensor, hidden: Mapping[int, Any]
+) -> Float[Tensor, "batch targets"]:
+    first = min(members)
+    with spliced(model, members, check=False, mask=mask), model.resumed(first, hidden.get(first)):
+        return _loss(model, ids)
+
+
+def _see(means: Sequence[Mean], values: Tensor, counted: Tensor, groups: Sequence[int]) -> None:
+    for row, group in enumerate(groups):
+        means[group].see(values[row : row + 1], counted[row : row + 1])
+
+
+def _control(
+    name: str, masks: Sequence[Mask], active: Mapping[Place, Bool[Tensor, " units"]], seed: int
+) -> Iterator[Mask]:
+    """Yield for each mask one of the same size, of active units outside it, as far as there are any."""
+    rng = np.random.default_rng(seed)
+    for mask in masks:
+        drawn: dict[int, list[int]] = {}
+        for number, units in mask.items():
+            pool = np.setdiff1d(_where(active[name, number]), units)
+            drawn[number] = sorted(rng.choice(pool, min(len(units), len(pool)), replace=False).tolist())
+        yield drawn
+
+
+def _where(chosen: Bool[Tensor, " units"]) -> list[int]:
+    return chosen.nonzero().flatten().tolist()
+
+
+def _means(groups: int) -> list[Mean]:
+    return [Mean() for _ in range(groups)]
+
+
+def _table(name: str, means: Sequence[Sequence[Mean]]) -> dict[str, Any]:
+    return {
+        name: [[mean.value for mean in row] for row in means],
+        f"{name}_se": [[mean.standard_error for mean in row] for row in means],
+    }
+
+
+def _at_least(what: str, got: float | int, least: int) -> None:
+    if not got >= least:
+        raise MxdError(f"{what} is {got:g}; expected at least {least:g}.")

@@ -1,0 +1,463 @@
+"""What do single units know? The best held-out F1 with which one unit tells a class of texts from all others.
+
+The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.1 and app. B.5) and its code: 128 tokens of each
+text, BOS among them; a unit's *pre-activation*, averaged over the tokens (sample level) or at the last one (token
+level); of the first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference
+between the class and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit
+on the held-out texts flatters every method, so the unit that is best in training stands beside it.
+
+A TopK autoencoder of the same run is one more layer here. The raw neurons of the base MLP are probed in any case.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mxd.checkpoint import Trained
+from mxd.errors import MxdError, unknown
+from mxd.evaluation.checkpoints import Subject, describe
+from mxd.evaluation.labelled import LEVELS, LabelledTexts, labelled_texts
+from mxd.layers.base import ACTIVATIONS
+from mxd.model import FrozenModel
+from mxd.progress import progress
+from mxd.splice import check_provenance
+
+Site = tuple[int, str, tuple[int, ...]]
+"""Block, what is read there (``mlp_in``, ``mlp_out``, ``neurons``), and the tokens left out."""
+
+SIDES = ("first", "last")
+TRAIN_SHARE = 0.8
+MIN_TOKENS = 5
+"""Shorter texts are left out at the sample level, as in the paper's code."""
+BINS = 30
+SAEBENCH_K = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """How texts are read and probed."""
+
+    level: str | None = None
+    """``sample`` or ``token``; by default what each set is made for."""
+    side: str | None = None
+    """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
+    source code, to avoid licence headers), the last at the token level."""
+    limit: int = 10_000
+    """Texts of each set, drawn with the seed."""
+    seed: int = 42
+    """Orders the texts before they are split 80/20."""
+    context: int = 128
+    """Tokens of a text, BOS included."""
+    bos: bool = True
+    """Begin each text with BOS where the tokenizer has one; it is never counted."""
+    candidates: int = 100
+    """Units that are probed for each class."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "candidates"):
+            if getattr(self, name) < 1:
+                raise MxdError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.context <= MIN_TOKENS:
+            raise MxdError(f"context is {self.context}; expected at least {MIN_TOKENS + 1} tokens.")
+        for name, choices in (("level", LEVELS), ("side", SIDES)):
+            if getattr(self, name) not in (None, *choices):
+                raise unknown(name, getattr(self, name), choices)
+
+    def level_of(self, texts: LabelledTexts) -> str:
+        """Return the level a set is probed at."""
+        return self.level or texts.level
+
+    def side_of(self, level: str) -> str:
+        """Return which tokens of longer texts are kept.
+
+        Raises:
+            MxdError: the first are asked for at the token level, where the last token is probed.
+        """
+        if level == "token" and self.side == "first":
+            raise MxdError("the token level probes the last token of a text; drop --first.")
+        return self.side or ("last" if level == "token" else "first")
+
+
+@dataclass(frozen=True)
+class Units:
+    """The pooled pre-activations of all units, computed for those asked for.
+
+    Pre-activations are affine in a layer's input (``ReplacementLayer.gate_parameters``), so the mean over tokens is
+    taken of the input: one vector a text, whatever the number of units.
+    """
+
+    pooled: Float[Tensor, "texts width"]
+    weight: Float[Tensor, "units width"] | None = None
+    bias: Float[Tensor, " units"] | None = None
+
+    def differences(self, first: Bool[np.ndarray, " texts"], second: Bool[np.ndarray, " texts"]) -> Tensor:
+        """Return for each unit its mean over some texts minus its mean over others."""
+        one, other = (self.pooled[torch.from_numpy(rows)].double().mean(0) for rows in (first, second))
+        gap = (one - other).float()
+        return gap if self.weight is None else self.weight @ gap
+
+    def columns(self, units: Tensor) -> Float[np.ndarray, "texts chosen"]:
+        """Return the pooled pre-activations of some units."""
+        if self.weight is None or self.bias is None:
+            return self.pooled[:, units].double().cpu().numpy()
+        return F.linear(self.pooled, self.weight[units], self.bias[units]).double().cpu().numpy()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The texts of one set as they are probed, in the order drawn: training texts first."""
+
+    ids: list[list[int]]
+    head: int
+    labels: np.ndarray
+    level: str
+    side: str
+    skipped: int
+
+    @property
+    def train(self) -> Bool[np.ndarray, " texts"]:
+        return np.arange(len(self.ids)) < int(TRAIN_SHARE * len(self.ids))
+
+
+def probe_checkpoints(
+    subject: Subject,
+    sources: Sequence[str],
+    text_column: str = "text",
+    label_column: str = "label",
+    split: str = "train",
+    **options: Any,
+) -> dict[str, Any]:
+    """Probe the units of checkpoints, and the neurons they replace, on labelled sets.
+
+    Args:
+        subject: the checkpoints.
+        sources: labelled sets (``labelled_texts``).
+        text_column: the field that holds the text, in sets that are not bundled.
+        label_column: the field that holds the label.
+        split: split of Hub datasets.
+        options: fields of ``Probes``.
+
+    Raises:
+        MxdError: as ``labelled_texts`` and ``evaluate_probing``.
+    """
+    probes = Probes(bos=subject.text.bos, **options)
+    sets = [labelled_texts(source, text_column, label_column, split) for source in sources]
+    results = evaluate_probing(subject.base, subject.trained, sets, probes)
+    asked = {"sets": list(sources), **{name: getattr(probes, name) for name in Probes.__dataclass_fields__}}
+    members = {name: describe(trained) for name, trained in subject.trained.items()}
+    return subject.document(results, asked=asked, replacements=members)
+
+
+@torch.no_grad()
+def evaluate_probing(
+    model: FrozenModel,
+    layers: Mapping[str, Trained],
+    sets: Sequence[LabelledTexts],
+    probes: Probes | None = None,
+    forward_tokens: int = 4096,
+) -> dict[str, dict[str, Any]]:
+    """Probe every unit set on every labelled set; the base model runs once a set for all of them.
+
+    Args:
+        model: the frozen base model.
+        layers: name -> a layer with its provenance.
+        sets: labelled texts.
+        probes: how.
+        forward_tokens: tokens in one forward, about.
+
+    Returns:
+        Name -> name of the set -> ``level``, ``side``, ``texts``, ``skipped``, ``n_train``, ``n_test``, ``mean_f1``,
+        ``mean_f1_train_choice``, and ``classes``: for each class what ``probe_class`` returns, and under ``saebench``
+        what ``k_sparse_accuracy`` does. ``MLP neurons, layer L`` are names, too, where the base MLP's form is known.
+
+    Raises:
+        MxdError: no sets or two of one name, a class without texts on either side of the split, no tokenizer, or layers
+            of another model.
+    """
+    probes = probes or Probes()
+    _check(model, layers, sets)
+    masks = {name: tuple(trained.provenance.masked_ids) for name, trained in layers.items()}
+    read = [_read(texts, model.tokenizer, probes, {i for mask in masks.values() for i in mask}) for texts in sets]
+    layer_sites: dict[str, Site] = {
+        name: (trained.provenance.layer, trained.layer.config.reads, masks[name]) for name, trained in layers.items()
+    }
+    neurons = _neurons(model, sorted({number for number, _, _ in layer_sites.values()}))
+    sites = dict(layer_sites)
+    for number, _, mask in layer_sites.values():
+        if number in neurons:
+            sites.setdefault(f"MLP neurons, layer {number}", (number, "neurons", mask))
+    results: dict[str, dict[str, Any]] = {name: {} for name in sites}
+    tokens = sum(len(row) for given in read for row in given.ids)
+    with progress(f"reading {len(sets)} labelled sets", tokens) as advance:
+        pooled = [_pool(model, given, set(sites.values()), neurons, forward_tokens, advance) for given in read]
+    fits = len(sites) * sum(len(texts.classes) for texts in sets)
+    with progress(f"probing {len(sites)} sets of units", fits, "classes") as advance:
+        for texts, given, vectors in zip(sets, read, pooled, strict=True):
+            for name, site in sites.items():
+                units = _units(layers.get(name), vectors[site])
+                results[name][texts.name] = _probe_set(units, given, texts.classes, probes, advance)
+    return results
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what ``evaluate_probing`` found as lines: for each set the means over classes, and the class told best."""
+    width, lines = max(map(len, results)), []
+    for name in next(iter(results.values())):
+        first = next(iter(results.values()))[name]
+        lines.append(
+            f"{name}: {len(first['classes'])} classes, {first['level']} level, "
+            f"{first['n_train']} + {first['n_test']} texts; mean F1 of the best units (of those best in training)"
+        )
+        for units, found in results.items():
+            one = found[name]
+            label, best = max(one["classes"].items(), key=lambda item: item[1]["f1"])
+            lines.append(
+                f"  {units:{width}}  {one['mean_f1']:.3f} ({one['mean_f1_train_choice']:.3f})  "
+                f"best: {label} {best['f1']:.3f}, unit {best['unit']}"
+            )
+    return "\n".join(lines)
+
+
+def probe_class(
+    units: Units, positive: Bool[np.ndarray, " texts"], train: Bool[np.ndarray, " texts"], candidates: int = 100
+) -> dict[str, Any]:
+    """Probe single units for one class against all others.
+
+    Args:
+        units: pooled pre-activations of all units.
+        positive: which texts are of the class.
+        train: which texts the probes are fitted on; the others are held out.
+        candidates: units that get a probe: those whose mean over the class exceeds that over the rest the most.
+
+    Returns:
+        ``f1``, the best on the held-out texts, and the ``unit`` that has it (the paper's number); ``train_choice``, the
+        unit that is best on the training texts and its held-out F1; ``f1_always``, that of answering yes always;
+        ``n_test`` and ``n_positive``, the numbers of held-out texts and of those of the class; ``density``, the best
+        unit's pre-activations on held-out texts of the class and of the rest, as histograms with the same ``edges``.
+    """
+    chosen = units.differences(train & positive, train & ~positive)
+    chosen = chosen.topk(min(candidates, len(chosen))).indices
+    columns = units.columns(chosen)
+    answers = np.stack([_fit(column[:, None], positive, train, _probe()) for column in columns.T])
+    held_out = np.array([f1(positive[~train], answer[~train]) for answer in answers])
+    training = np.array([f1(positive[train], answer[train]) for answer in answers])
+    best, honest = int(held_out.argmax()), int(training.argmax())
+    return {
+        "f1": float(held_out[best]),
+        "unit": int(chosen[best]),
+        "train_choice": {"unit": int(chosen[honest]), "f1": float(held_out[honest])},
+        "f1_always": f1(positive[~train], np.ones(int((~train).sum()), dtype=bool)),
+        "n_test": int((~train).sum()),
+        "n_positive": int((positive & ~train).sum()),
+        "density": _density(columns[~train, best], positive[~train]),
+    }
+
+
+def k_sparse_accuracy(
+    units: Units, positive: Bool[np.ndarray, " texts"], train: Bool[np.ndarray, " texts"], seed: int = 42
+) -> dict[str, float]:
+    """Return SAEBench's own numbers: held-out accuracy of a probe on the k units with the largest mean difference.
+
+    Differences count by absolute value here, and of the rest as many texts are drawn as the class has.
+
+    Args:
+        units: pooled pre-activations of all units.
+        positive: which texts are of the class.
+        train: which texts the probe is fitted on.
+        seed: draws the texts of the rest.
+    """
+    rng = np.random.default_rng(seed)
+    kept = positive.copy()
+    for part in (train, ~train):
+        rest = np.flatnonzero(part & ~positive)
+        kept[rng.choice(rest, min(len(rest), int((part & positive).sum())), replace=False)] = True
+    differences = units.differences(train & positive, train & kept & ~positive).abs()
+    columns = units.columns(differences.topk(min(max(SAEBENCH_K), len(differences))).indices)
+    held_out = kept & ~train
+    found = {}
+    for k in SAEBENCH_K:
+        answers = _fit(columns[:, :k], positive, train & kept, _saebench_probe())
+        found[str(k)] = float((answers[held_out] == positive[held_out]).mean())
+    return found
+
+
+def f1(truth: Bool[np.ndarray, " n"], answers: Bool[np.ndarray, " n"]) -> float:
+    """Return ``2 TP / (2 TP + FP + FN)``; 0 where nothing is true or found."""
+    hits = int((truth & answers).sum())
+    wrong = int((truth != answers).sum())
+    return 2 * hits / (2 * hits + wrong) if hits else 0.0
+
+
+def _probe() -> Any:
+    """Return the paper's probe; its penalty, l2, is scikit-learn's default."""
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(class_weight="balanced", solver="newton-cholesky", max_iter=200)
+
+
+def _saebench_probe() -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(max_iter=1000)
+
+
+def _fit(
+    columns: Float[np.ndarray, "texts k"], positive: Bool[np.ndarray, " texts"], train: np.ndarray, probe: Any
+) -> Bool[np.ndarray, " texts"]:
+    """Fit a probe on the training texts and return its answers for all."""
+    import sklearn
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings(), sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
+        for category in (ConvergenceWarning, RuntimeWarning):  # an ill-conditioned fit ends in lbfgs, and says so
+            warnings.simplefilter("ignore", category)
+        return probe.fit(columns[train], positive[train]).predict(columns)
+
+
+def _probe_set(
+    units: Units, given: _Read, classes: Sequence[str], probes: Probes, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    train, found = given.train, {}
+    for label in classes:
+        positive = given.labels == label
+        found[label] = probe_class(units, positive, train, probes.candidates) | {
+            "saebench": k_sparse_accuracy(units, positive, train, probes.seed)
+        }
+        advance(1)
+    return {
+        "level": given.level,
+        "side": given.side,
+        "texts": len(given.ids),
+        "skipped": given.skipped,
+        "n_train": int(train.sum()),
+        "n_test": int((~train).sum()),
+        "classes": found,
+        "mean_f1": float(np.mean([one["f1"] for one in found.values()])),
+        "mean_f1_train_choice": float(np.mean([one["train_choice"]["f1"] for one in found.values()])),
+    }
+
+
+def _density(values: np.ndarray, positive: np.ndarray) -> dict[str, list[float]]:
+    edges = np.histogram_bin_edges(values, BINS)
+    sides = {"positive": values[positive], "negative": values[~positive]}
+    return {"edges": edges.tolist()} | {
+        name: np.histogram(side, edges, density=True)[0].tolist() for name, side in sides.items()
+    }
+
+
+def _units(trained: Trained | None, pooled: Float[Tensor, "texts width"]) -> Units:
+    if trained is None:
+        return Units(pooled)
+    weight, bias = (parameter.detach().float() for parameter in trained.layer.gate_parameters())
+    return Units(pooled.to(weight.device), weight, bias)
+
+
+def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[LabelledTexts]) -> None:
+    if model.tokenizer is None:
+        raise MxdError("the base model has no tokenizer; load the model with one.")
+    if not layers or not sets:
+        raise MxdError("nothing to probe: give at least one checkpoint and one labelled set.")
+    names = [texts.name for texts in sets]
+    if len(set(names)) < len(names):
+        raise MxdError(f"two labelled sets have one name ({', '.join(names)}); probe them apart.")
+    for trained in layers.values():
+        check_provenance(model, trained.provenance.layer, trained.provenance)
+
+
+def _read(texts: LabelledTexts, tokenizer: Any, probes: Probes, masked: set[int]) -> _Read:
+    """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
+    level = probes.level_of(texts)
+    side = probes.side_of(level)
+    head = [tokenizer.bos_token_id] if probes.bos and tokenizer.bos_token_id is not None else []
+    room, needed = probes.context - len(head), MIN_TOKENS if level == "sample" else 1
+    order = np.random.RandomState(probes.seed).permutation(len(texts.texts))[: probes.limit]  # as the paper's code
+    given = tokenizer([texts.texts[i] for i in order], add_special_tokens=False, verbose=False)["input_ids"]
+    cut = [ids[:room] if side == "first" else ids[-room:] for ids in given]
+    kept = [i for i, ids in enumerate(cut) if sum(token not in masked for token in ids) >= needed]
+    labels = np.array([texts.labels[order[i]] for i in kept])
+    found = _Read([head + cut[i] for i in kept], len(head), labels, level, side, len(cut) - len(kept))
+    for label in texts.classes:
+        for part, chosen in (("training", found.train), ("held-out", ~found.train)):
+            count = int((labels[chosen] == label).sum()) if len(labels) else 0
+            if count in (0, int(chosen.sum())):
+                raise MxdError(
+                    f"{texts.name}: of the {int(chosen.sum())} {part} texts {count} are of class {label!r}; a probe "
+                    "needs some of the class and some of the rest. Give more texts, or raise --limit."
+                )
+    return found
+
+
+def _neurons(model: FrozenModel, numbers: Sequence[int]) -> dict[int, Callable[[Tensor], Tensor]]:
+    """Return for each block a function from its MLP's input to the input of its down projection, where known."""
+    found = {}
+    for number in numbers:
+        try:
+            weights = model.mlp_weights(number)
+        except MxdError:  # an MLP of a form that is not in the table: its neurons cannot be named
+            continue
+        if name := model.mlp_shape(number).activation:
+            found[number] = _hidden(weights, ACTIVATIONS[name])
+    return found
+
+
+def _hidden(weights: Any, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def hidden(x: Tensor) -> Tensor:
+        up = F.linear(x, weights.encoder, weights.encoder_bias)
+        return activation(up) if weights.encoder_glu is None else activation(F.linear(x, weights.encoder_glu)) * up
+
+    return hidden
+
+
+def _pool(
+    model: FrozenModel,
+    given: _Read,
+    sites: set[Site],
+    neurons: Mapping[int, Callable[[Tensor], Tensor]],
+    forward_tokens: int,
+    advance: Callable[[int], None],
+) -> dict[Site, Float[Tensor, "texts width"]]:
+    """Return for each site one vector a text: the mean over the tokens that count, or the last of them.
+
+    Texts of similar length run together, padded at the end, which no earlier position of a causal model sees.
+    """
+    numbers = sorted({number for number, _, _ in sites})
+    order = sorted(range(len(given.ids)), key=lambda i: len(given.ids[i]))
+    found: dict[Site, Tensor] = {}
+    while order:
+        size = max(1, forward_tokens // len(given.ids[order[-1]]))
+        rows, order = order[-size:], order[:-size]
+        texts = [given.ids[i] for i in rows]
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        recorded = model.record(ids, numbers)
+        for site in sites:
+            number, what, mask = site
+            x, y = recorded[number]
+            vectors = y if what == "mlp_out" else neurons[number](x) if what == "neurons" else x
+            shares = _shares(ids, [len(text) for text in texts], given, mask).to(x.device)
+            pooled = torch.einsum("bsd,bs->bd", vectors.float(), shares)
+            store = found.setdefault(site, pooled.new_empty(len(given.ids), pooled.shape[-1]))
+            store[rows] = pooled
+        advance(sum(map(len, texts)))
+    return found
+
+
+def _shares(
+    ids: Int[Tensor, "batch seq"], lengths: Sequence[int], given: _Read, mask: Sequence[int]
+) -> Float[Tensor, "batch seq"]:
+    """Return what each position contributes to its text's vector: nothing for BOS, padding and masked tokens."""
+    places = torch.arange(ids.shape[1])
+    counted = (places >= given.head) & (places < torch.tensor(lengths).unsqueeze(-1))
+    counted &= ~torch.isin(ids, torch.tensor(list(mask), dtype=ids.dtype))
+    if given.level == "sample":
+        return counted / counted.sum(-1, keepdim=True)
+    last = (counted * (places + 1)).argmax(-1, keepdim=True)
+    return torch.zeros(ids.shape).scatter_(1, last, 1.0)

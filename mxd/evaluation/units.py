@@ -1,0 +1,201 @@
+"""What did the units learn? How often each fires, and the text it fires on (MxD, arXiv 2505.21364, app. C.1 and E).
+
+One pass over the text serves every layer: the base model runs once, up to the last of them. Memory does not depend on
+the length of the text; its token ids wait in a temporary file until it is known which contexts are shown.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from mxd.checkpoint import Trained
+from mxd.data import Blocks
+from mxd.errors import MxdError
+from mxd.evaluation.bands import Band, BandSamples
+from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
+from mxd.model import FrozenModel
+from mxd.progress import progress
+
+BINS = 4
+"""Bins of the histogram for each factor of ten."""
+WINDOW = (20, 8)
+"""Tokens shown before and after the one that was drawn."""
+
+Strengths = dict[tuple[int, int], Float[np.ndarray, " seq"]]
+"""(unit, context) -> the unit's coefficient at each token of the context that is shown, zero at the others."""
+
+
+@torch.no_grad()
+def evaluate_units(
+    model: FrozenModel,
+    trained: Mapping[str, Trained],
+    blocks: Blocks,
+    tokens: int = 1_000_000,
+    units: Sequence[int] | None = None,
+    top: int = 10,
+    contexts: int = 5,
+    shared: float = 0.5,
+    seed: int = 0,
+    forward_contexts: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Count how often the units of trained layers fire, and show what some of them fire on.
+
+    Args:
+        model: the frozen base model.
+        trained: name -> layer.
+        blocks: the contexts.
+        tokens: positions to read, rounded up to whole contexts; those a layer was trained without do not count.
+        units: units to show; by default those that add most (``contributing``).
+        top: how many to show where ``units`` are not given.
+        contexts: contexts to show from each band, at most.
+        shared: units active at more than this share of the tokens are the shared ones.
+        seed: draws the contexts.
+        forward_contexts: contexts in one forward, by default about 1,024 tokens.
+
+    Returns:
+        Name -> what ``firing`` says of all units, and for each unit that is shown, under ``units``: its ``rate``, its
+        ``mean`` coefficient where it is active and its ``max``, and ``bands`` from strong to mild. Each of a band's
+        ``contexts`` holds the ``tokens`` around the one ``at``, the ``strengths`` there, and the coefficient ``value``.
+
+    Raises:
+        MxdError: no layers, no text, units that a layer does not have, or numbers below 1.
+    """
+    if contexts < 1:
+        raise MxdError(f"contexts is {contexts}; expected at least 1.")
+    for name, one in trained.items():
+        wrong = [unit for unit in units or () if not 0 <= unit < one.layer.num_units]
+        if wrong:
+            raise MxdError(f"{name} has units 0 ... {one.layer.num_units - 1}, got {wrong[0]}.")
+    moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
+    samples = {name: BandSamples(one.layer.num_units, contexts, seed) for name, one in trained.items()}
+    with evaluating(model, trained), TemporaryFile() as file:
+        read = width = 0
+        with progress(f"units of {len(trained)} layers", tokens) as advance:
+            for batch in streamed(blocks, tokens, forward_contexts):
+                width = batch.shape[1]
+                for name, code, place in codes(model, trained, batch):
+                    moments[name].count(code)
+                    samples[name].see(code, read + place // width, place % width)
+                file.write(batch.astype(np.int32).tobytes())
+                read += len(batch)
+                advance(batch.size)
+        file.flush()
+        text = np.memmap(file, np.int32, "r", shape=(read, width))
+        results = {}
+        for name, one in trained.items():
+            chosen = contributing(moments[name], top, shared) if units is None else units
+            bands = {unit: samples[name].bands(unit) for unit in chosen}
+            strengths = _strengths(model, one, bands, text, forward_contexts or max(1, 1024 // width))
+            pages = {str(unit): {"bands": _pages(model, unit, bands[unit], strengths, text)} for unit in chosen}
+            results[name] = {"layer": one.provenance.layer, **firing(moments[name], shared), "units": pages}
+            for unit in chosen:
+                pages[str(unit)] |= {
+                    key: results[name][of][unit]
+                    for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))
+                }
+    return results
+
+
+def firing(moments: CodeMoments, shared: float = 0.5) -> dict[str, Any]:
+    """Return how often and how strongly all units fire (app. C.1).
+
+    Returns:
+        ``tokens``; for every unit its rate, mean coefficient where active, and largest, in ``rates``, ``means``,
+        ``maxima``; a ``histogram`` of log10 of the rates of those that fire; how many are ``dead``; and which are
+        ``shared``, active at more than ``shared_above`` of the tokens.
+    """
+    rates, counts = moments.rates, moments.counts
+    low = math.floor(-math.log10(max(moments.tokens, 2)))
+    edges = np.linspace(low, 0, -low * BINS + 1)
+    found, _ = np.histogram(rates[counts > 0].log10().numpy(), edges)
+    over = [(n, rate) for n, rate in enumerate(rates.tolist()) if rate > shared]
+    return {
+        "tokens": moments.tokens,
+        "rates": rates.tolist(),
+        "means": (moments.sums / counts.clamp_min(1)).tolist(),
+        "maxima": moments.maxima.tolist(),
+        "histogram": {"log10_edges": edges.tolist(), "counts": found.tolist()},
+        "dead": int((counts == 0).sum()),
+        "shared_above": shared,
+        "shared": [{"unit": n, "rate": rate} for n, rate in sorted(over, key=lambda unit: -unit[1])],
+    }
+
+
+def contributing(moments: CodeMoments, top: int, shared: float = 0.5) -> list[int]:
+    """Return the units that add most, by mean coefficient times weight norm, without shared and dead ones."""
+    adds = moments.sums * moments.layer.unit_norms().detach().cpu()
+    adds[(moments.rates > shared) | (moments.counts == 0)] = -1
+    return [n for n in adds.argsort(descending=True, stable=True)[:top].tolist() if adds[n] >= 0]
+
+
+def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token by itself, with the space it begins with; numbers where there is no tokenizer."""
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    one, two = ({i: tokenizer.decode([i] * times) for i in set(ids)} for times in (1, 2))
+    return [two[i][len(one[i]) :] for i in ids]  # some tokenizers drop the space of the first token
+
+
+def _strengths(
+    model: FrozenModel,
+    one: Trained,
+    bands: Mapping[int, Sequence[Band]],
+    text: Int[np.ndarray, "contexts seq"],
+    per_batch: int,
+) -> Strengths:
+    """Return the units' coefficients over the contexts that are shown, by running the model over those again."""
+    wanted: dict[int, list[tuple[int, slice]]] = {}
+    for unit, ranges in bands.items():
+        for found in (found for band in ranges for found in band.occurrences):
+            wanted.setdefault(found.context, []).append((unit, _window(found.at)))
+    strengths: Strengths = {}
+    order = sorted(wanted)
+    for numbers in (order[i : i + per_batch] for i in range(0, len(order), per_batch)):
+        places = np.zeros((len(numbers), text.shape[1]), bool)
+        for row, context in enumerate(numbers):
+            for _, window in wanted[context]:
+                places[row, window] = True
+        for _, code, place in codes(model, {"": one}, text[numbers], places):
+            values, indices = code.values.cpu().numpy(), code.indices.cpu().numpy()
+            rows, at = np.divmod(place, text.shape[1])
+            for row, context in enumerate(numbers):
+                here = rows == row
+                for unit, _ in wanted[context]:
+                    line = np.zeros(text.shape[1])
+                    line[at[here]] = (values[here] * (indices[here] == unit)).sum(-1)
+                    strengths[unit, context] = line
+    return strengths
+
+
+def _window(at: int) -> slice:
+    before, after = WINDOW
+    return slice(max(0, at - before), at + after + 1)
+
+
+def _pages(
+    model: FrozenModel,
+    unit: int,
+    bands: Sequence[Band],
+    strengths: Strengths,
+    text: Int[np.ndarray, "contexts seq"],
+) -> list[dict[str, Any]]:
+    pages = []
+    for band in bands:
+        contexts = []
+        for value, context, at in band.occurrences:
+            window = _window(at)
+            contexts.append(
+                {
+                    "tokens": token_strings(model.tokenizer, text[context, window].tolist()),
+                    "strengths": [float(f"{strength:.4g}") for strength in strengths[unit, context][window]],
+                    "at": at - window.start,
+                    "value": value,
+                }
+            )
+        pages.append({"low": band.low, "high": band.high, "contexts": contexts})
+    return pages

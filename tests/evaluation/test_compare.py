@@ -1,0 +1,103 @@
+"""The frontier in one command: everything is trained and answered once, and an interrupted comparison goes on."""
+
+import json
+from typing import get_args
+
+import pytest
+
+from mxd.config import EvaluationConfig, Question, parse_config
+from mxd.errors import MxdError
+from mxd.evaluation import compare as file
+from mxd.evaluation.compare import ANSWERS, compare
+
+SMALL = {
+    "tokens": 256,
+    "prompts": 6,
+    "unit_tokens": 512,
+    "pages": 2,
+    "texts": 60,
+    "domain_texts": 4,
+    "steered": 2,
+    "sets": ["gender"],
+}
+
+
+def run(folder, questions, **changed):
+    raw = {
+        "run": "r",
+        "out": str(folder),
+        "layers": [1],
+        "model": {"source": "tiny-gpt2", "device": "cpu"},
+        "data": {"split": "validation"},
+        "sizing": {"expansion": 9},
+        "replacements": [
+            {"method": "mxd", "sparsity": {"kind": "topk", "k": [2, 4]}},
+            {"method": "cp_mumoe", "sparsity": {"kind": "topk", "k": 4}},
+            {"method": "topk_sae", "sparsity": {"kind": "topk", "k": 4}},
+        ],
+        "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
+        "evaluation": {"questions": questions, **SMALL, **changed},
+    }
+    return parse_config(raw)
+
+
+def answers(folder):
+    return {path.stem: path.read_bytes() for path in folder.glob("*.json")}
+
+
+def test_every_question_has_an_answer_and_only_names_settings_that_exist():
+    assert set(ANSWERS) == set(get_args(Question))
+    assert {name for _, names in ANSWERS.values() for name in names} <= set(EvaluationConfig.model_fields)
+    unused = set(EvaluationConfig.model_fields) - {name for _, names in ANSWERS.values() for name in names}
+    assert unused == {"questions"}
+
+
+def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
+    folder = compare(run(tmp_path, list(ANSWERS)))
+    names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "cp-mumoe-r64-k4", "sae-k4")}
+    for question in ANSWERS:
+        document = json.loads((folder / f"{question}.json").read_text())
+        assert names <= set(document["results"]), question
+        assert document["model"] == "tiny-gpt2" and document["versions"], question
+    assert json.loads((folder / "generation.json").read_text())["results"]["r/layer1-mxd-k2"]["prompts"] == 6
+    assert json.loads((folder / "units.json").read_text())["results"]["r/layer1-mxd-k2"]["tokens"] <= 512
+
+
+def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    questions = ["evaluation", "structure", "generation"]
+    with monkeypatch.context() as patch:
+        patch.setitem(ANSWERS, "structure", (stop, ANSWERS["structure"][1]))
+        with pytest.raises(KeyboardInterrupt):
+            compare(run(tmp_path, questions))
+    folder = tmp_path / "r"
+    before = answers(folder)
+    assert set(before) == {"evaluation"}
+    trained = (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setitem(ANSWERS, "evaluation", (stop, ANSWERS["evaluation"][1]))  # not asked again
+        compare(run(tmp_path, questions))
+    after = answers(folder)
+    assert set(after) == set(questions) and after["evaluation"] == before["evaluation"]
+    assert (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes() == trained
+    monkeypatch.setattr(file, "open_checkpoints", stop)  # nothing is left to do
+    assert compare(run(tmp_path, questions)) == folder
+    assert answers(folder) == after
+
+
+def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
+    folder = compare(run(tmp_path, ["evaluation", "generation"]))
+    before = answers(folder)
+    compare(run(tmp_path, ["evaluation", "generation"], prompts=7, texts=61))
+    after = answers(folder)
+    assert after["evaluation"] == before["evaluation"] and after["generation"] != before["generation"]
+    assert json.loads(after["generation"])["asked"]["limit"] == 7
+
+
+def test_another_training_needs_another_run(tmp_path):
+    compare(run(tmp_path, ["structure"]))
+    other = run(tmp_path, ["structure"]).model_dump()
+    with pytest.raises(MxdError, match="differs from this config"):
+        compare(parse_config(other | {"seed": 1}))

@@ -1,0 +1,485 @@
+"""Masking: splices with units switched off, and the losses by domain and by score, against the same written out."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from small_layers import UNITS, K, dense_code, layer_for, trained_on
+
+from mxd import cli
+from mxd.checkpoint import save_layer
+from mxd.errors import MxdError
+from mxd.evaluation.masking import (
+    Correlation,
+    belonging,
+    evaluate_masking,
+    evaluate_purging,
+    halves,
+    scored_texts,
+)
+from mxd.layers import LAYERS, Code
+from mxd.splice import splice, spliced
+
+SPARSITIES = [{"kind": "topk", "k": K}, {"kind": "random_k", "k": K}, {"kind": "relu_l1"}, {"kind": "jumprelu"}]
+
+ANIMALS = [
+    "The cat sat on the mat",
+    "A dog and a cat",
+    "Horses run",
+    "The dog runs after the cat",
+    "Cats sleep all day",
+]
+NUMBERS = ["1 2 3 4 5 6", "10 20 30", "3 4 5", "7 8 9 10 11 12 13 14", "100 200 300 400"]
+LAWS = [
+    "The Congress shall pass the law",
+    "Taxes and tariffs",
+    "A treaty with Spain",
+    "The Senate of the United States",
+]
+TEXTS = [*ANIMALS, *NUMBERS, *LAWS]
+LABELS = ["animals"] * 5 + ["numbers"] * 5 + ["laws"] * 4
+
+
+def every_kind(test):
+    test = pytest.mark.parametrize("sparsity", SPARSITIES, ids=lambda sparsity: sparsity["kind"])(test)
+    return pytest.mark.parametrize("method", LAYERS)(test)
+
+
+# Splices with a mask
+
+
+@every_kind
+def test_masking_no_units_changes_nothing(gpt2, ids, method, sparsity):
+    layer = layer_for(gpt2, 1, method, sparsity)
+    with spliced(gpt2, {1: layer}):
+        plain = gpt2.logits(ids)
+    with spliced(gpt2, {1: layer}, mask={1: []}):
+        assert torch.equal(gpt2.logits(ids), plain)
+    idle = np.flatnonzero(~dense_code(gpt2, 1, layer, ids.numpy()).any((0, 1))).tolist()
+    with spliced(gpt2, {1: layer}, mask={1: idle}):
+        assert torch.equal(gpt2.logits(ids), plain), "units that never fire"
+
+
+@every_kind
+def test_masking_all_units_leaves_the_zero_gate(gpt2, ids, method, sparsity):
+    layer = layer_for(gpt2, 1, method, sparsity)
+    base = gpt2.mlp(1)
+    with spliced(gpt2, {1: layer}, mask={1: range(UNITS)}), torch.no_grad():
+        x, y = gpt2.record(ids, [1])[1]
+        read = x if layer.config.reads == "mlp_in" else base(x)
+        code = layer.encode(read)
+        assert code.values.max() > 0
+        assert torch.equal(y, layer.decode(read, Code(torch.zeros_like(code.values), code.indices, code.all_units)))
+    assert not torch.equal(y, layer(read))
+
+
+@every_kind
+def test_masking_a_unit_drops_its_term(gpt2, ids, method, sparsity):
+    """y^ without unit n is y^ - a_n * unit_output(n); the others' coefficients stay."""
+    layer = layer_for(gpt2, 1, method, sparsity)
+    base = gpt2.mlp(1)
+    off = np.argsort(-dense_code(gpt2, 1, layer, ids.numpy()).sum((0, 1)))[:3].tolist()
+    with spliced(gpt2, {1: layer}, mask={1: off}), torch.no_grad():
+        x, y = gpt2.record(ids, [1])[1]
+        read = x if layer.config.reads == "mlp_in" else base(x)
+        code = layer.encode(read)
+        expected = layer(read)
+        for n in off:
+            strength = (code.values * (code.indices == n)).sum(-1, keepdim=True)
+            expected = expected - strength * layer.unit_output(n, read)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    assert (y - layer(read)).abs().max() > 1e-3
+
+
+def test_masks_of_several_layers_at_once(gpt2, ids):
+    layers = {0: layer_for(gpt2, 0), 2: layer_for(gpt2, 2, "transcoder")}
+    mask = {0: [1, 2, 3], 2: range(10, 30)}
+    with spliced(gpt2, layers, mask=mask):
+        both = gpt2.logits(ids)
+    with spliced(gpt2, {0: layers[0]}, mask={0: mask[0]}), spliced(gpt2, {2: layers[2]}, mask={2: mask[2]}):
+        assert torch.equal(gpt2.logits(ids), both)
+    with spliced(gpt2, layers, mask={2: mask[2]}):
+        assert not torch.equal(gpt2.logits(ids), both)
+
+
+def test_the_base_mlp_still_answers_at_masked_tokens(gpt2, ids):
+    layer, base, special = layer_for(gpt2, 1), gpt2.mlp(1), int(ids[0, 3])
+    with spliced(gpt2, {1: layer}, masked_ids=[special], mask={1: range(UNITS)}), torch.no_grad():
+        x, y = gpt2.record(ids, [1])[1]
+        assert torch.equal(y[0, 3], base(x)[0, 3])
+        assert not torch.equal(y[0, 4], base(x)[0, 4])
+
+
+def test_a_mask_for_good_and_its_gradients(build_model, ids):
+    from mxd.model import load_frozen
+
+    model = load_frozen(build_model("gpt2"))
+    layer = layer_for(model, 1)
+    on = int(dense_code(model, 1, layer, ids.numpy()).sum((0, 1)).argmax())
+    off = [n for n in range(UNITS) if n != on]
+    splice(model, {1: layer}, mask={1: off})
+    model.module(ids).logits.square().mean().backward()
+    assert layer.expert_scale.grad[off].abs().sum() == 0 < layer.expert_scale.grad[on].abs().sum()
+    assert not any(name.endswith("off") for name in model.module.state_dict())
+
+
+def test_wrong_masks_are_refused_before_anything_changes(gpt2, ids):
+    before, layer = gpt2.logits(ids), layer_for(gpt2, 1)
+    for replacements, mask, message in (
+        ({1: layer}, {2: [0]}, "mask names layer 2; spliced are: 1"),
+        ({1: layer}, {1: [0, UNITS]}, r"layer 1 has units 0 \.\.\. 39, got 40"),
+        ({1: layer}, {1: [-1]}, r"layer 1 has units 0 \.\.\. 39, got -1"),
+        ({1: torch.nn.Identity()}, {1: [0]}, "the Identity at layer 1 has no units"),
+    ):
+        with pytest.raises(MxdError, match=message), spliced(gpt2, replacements, mask=mask):
+            pass
+        assert torch.equal(gpt2.logits(ids), before)
+        assert not gpt2.module._forward_pre_hooks
+
+
+# Which units
+
+
+def test_a_unit_belongs_where_it_is_twice_as_strong_as_anywhere_else():
+    scores = torch.tensor([[4.0, 3.9, 0.0, 1.0, 0.0], [2.0, 2.0, 0.0, 1.0, 5.0], [1.0, 0.0, 0.0, 0.0, 2.0]])
+    assert belonging(scores).tolist() == [0, -1, -1, -1, 1]
+    assert belonging(scores, ratio=3.0).tolist() == [-1, -1, -1, -1, -1]
+    assert belonging(scores, ratio=1.5).tolist() == [0, 0, -1, -1, 1]
+
+
+def test_correlations_agree_with_numpy():
+    rng = np.random.default_rng(0)
+    score = rng.normal(size=50) + 3
+    activity = np.maximum(rng.normal(size=(50, 6)) + 0.3 * score[:, None], 0)
+    activity[:, 2], activity[:, 3], activity[:, 4], activity[:, 5] = 0, 0.7, 2 * score, -score
+    found = Correlation(6)
+    for rows in (slice(0, 20), slice(20, 50)):
+        found.see(torch.from_numpy(activity[rows]), torch.from_numpy(score[rows]))
+    expected = [np.corrcoef(activity[:, n], score)[0, 1] for n in (0, 1)]
+    np.testing.assert_allclose(found.value, [*expected, 0, 0, 1, -1], atol=1e-9)
+
+
+def test_halves_are_drawn_from_every_group_and_do_not_meet(tokenizer):
+    groups = [("animals", "numbers", "laws").index(label) for label in LABELS]
+    names = ["animals", "numbers", "laws"]
+    drawn = halves(tokenizer, TEXTS, groups, names, limit=4, context=5)
+    assert not {*drawn.choosing} & {*drawn.measuring}
+    for numbers in (drawn.choosing, drawn.measuring):
+        assert np.bincount([groups[n] for n in numbers]).tolist() == [2, 2, 2]
+    for n in (*drawn.choosing, *drawn.measuring):
+        assert drawn.rows[n] == [0, *tokenizer(TEXTS[n])["input_ids"]][:5]
+    assert halves(tokenizer, TEXTS, groups, names, 4, 5) == drawn
+    assert halves(tokenizer, TEXTS, groups, names, 4, 5, seed=1).choosing != drawn.choosing
+    assert not any(row[:1] == [0] for row in halves(tokenizer, TEXTS, groups, names, 4, 5, bos=False).rows)
+    with pytest.raises(MxdError, match="texts of 'laws' is 1; expected at least 2"):
+        halves(tokenizer, [*ANIMALS, "A law", " "], [0] * 5 + [1] * 2, ["animals", "laws"], 4, 5)
+
+
+# What masking costs
+
+
+def row_ce(model, ids):
+    """Next-token losses of one text, from its logits."""
+    logits = model.logits(torch.tensor([ids]))[0, :-1].double().numpy()
+    logp = logits - logits.max(-1, keepdims=True)
+    logp -= np.log(np.exp(logp).sum(-1, keepdims=True))
+    return -logp[np.arange(len(ids) - 1), ids[1:]]
+
+
+def hooked_ce(model, ids, layers, mask, masked_ids):
+    """The same where plain hooks subtract the masked units' terms: one text at a time, nothing padded."""
+
+    def replace(number, layer):
+        def hook(module, args, y):
+            read = args[0] if layer.config.reads == "mlp_in" else y
+            code = layer.encode(read)
+            out = layer.decode(read, code)
+            for n in mask.get(number, ()):
+                out = out - (code.values * (code.indices == n)).sum(-1, keepdim=True) * layer.unit_output(n, read)
+            return torch.where(torch.isin(torch.tensor([ids]), torch.tensor(masked_ids)).unsqueeze(-1), y, out)
+
+        return hook
+
+    handles = [model.mlp(n).register_forward_hook(replace(n, layer)) for n, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            return row_ce(model, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ratio_mean(values):
+    """Mean over tokens and its standard error over texts, given the values of each text."""
+    totals, counts = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
+    mean, n = totals.sum() / counts.sum(), len(values)
+    return mean, np.sqrt(n / (n - 1) * ((totals - mean * counts) ** 2).sum()) / counts.sum()
+
+
+class ByHand:
+    """Two layers spliced together, and the losses of the texts that are measured, each run by itself."""
+
+    def __init__(self, model, method, groups, names):
+        self.model, self.layers = model, {n: layer_for(model, n, method, seed=n) for n in (0, 2)}
+        self.masked = (model.tokenizer(TEXTS[0])["input_ids"][2],)
+        self.drawn = halves(model.tokenizer, TEXTS, groups, names, 100, 128)
+        self.kept = {n: ~np.isin(row, self.masked) for n, row in enumerate(self.drawn.rows)}
+        assert any((~kept).any() for kept in self.kept.values())
+
+    @property
+    def sets(self):
+        return {"both": {n: trained_on(self.model, n, layer, self.masked) for n, layer in self.layers.items()}}
+
+    def codes(self, number):
+        """Text -> coefficients at the tokens that count."""
+        return {
+            n: dense_code(self.model, number, self.layers[number], np.array([self.drawn.rows[n]]))[0][self.kept[n]]
+            for n in self.drawn.choosing
+        }
+
+    def losses(self, mask):
+        ce = lambda row: hooked_ce(self.model, row, self.layers, mask, self.masked)  # noqa: E731
+        return {n: ce(self.drawn.rows[n])[self.kept[n][1:]] for n in self.drawn.measuring}
+
+    def base_losses(self):
+        return {n: row_ce(self.model, self.drawn.rows[n])[self.kept[n][1:]] for n in self.drawn.measuring}
+
+    def by_group(self, losses, groups):
+        """Mean and standard error of each group."""
+        return [ratio_mean([v for n, v in losses.items() if self.drawn.groups[n] == g]) for g in range(groups)]
+
+    def check_changes(self, got, key, masks, groups):
+        whole = self.losses({})
+        for row, mask in enumerate(masks):
+            changed = {n: loss - whole[n] for n, loss in self.losses(mask).items()}
+            for column, (mean, error) in enumerate(self.by_group(changed, groups)):
+                assert got[key][row][column] == pytest.approx(mean, abs=2e-5)
+                assert got[f"{key}_se"][row][column] == pytest.approx(error, abs=2e-5)
+        assert np.abs(got[key]).max() > 1e-3
+        for key, losses in (("loss", whole), ("loss_base", self.base_losses())):
+            assert got[key] == pytest.approx([mean for mean, _ in self.by_group(losses, groups)], rel=1e-5)
+        assert got["texts"] == np.bincount([self.drawn.groups[n] for n in self.drawn.measuring]).tolist()
+
+
+def members(masks, domains):
+    return {d: {str(n): list(units) for n, units in mask.items()} for d, mask in zip(domains, masks, strict=True)}
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_domain_masking_agrees_with_numpy(gpt2, method):
+    domains = sorted(set(LABELS))
+    hand = ByHand(gpt2, method, [domains.index(label) for label in LABELS], domains)
+    masks = [{}, {}, {}]
+    for number in hand.layers:
+        total, count = np.zeros((3, UNITS)), np.zeros((3, 1))
+        for n, code in hand.codes(number).items():
+            total[hand.drawn.groups[n]] += code.sum(0)
+            count[hand.drawn.groups[n]] += len(code)
+        scores = total / count
+        second, best = np.sort(scores, 0)[-2:]
+        for d in range(3):
+            belongs = (best > 0) & (best >= 1.1 * second) & (scores.argmax(0) == d)
+            masks[d][number] = np.flatnonzero(belongs).tolist()
+    got = evaluate_masking(gpt2, hand.sets, TEXTS, LABELS, 1.1, batch=3)["both"]
+    assert got["domains"] == domains
+    assert got["members"] == members(masks, domains)
+    assert got["units"] == {d: sum(map(len, mask.values())) for d, mask in zip(domains, masks, strict=True)}
+    assert sum(got["units"].values()) > 6
+    hand.check_changes(got, "matrix", masks, 3)
+    matrix = np.array(got["matrix"])
+    assert got["target"] == pytest.approx(np.diag(matrix).mean())
+    assert got["others"] == pytest.approx(matrix[~np.eye(3, dtype=bool)].mean())
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_purging_agrees_with_numpy(gpt2, method):
+    scores = [float(len(text)) for text in TEXTS]
+    high = [int(score > np.mean(scores)) for score in scores]
+    names = ["up to", "above"]
+    hand = ByHand(gpt2, method, high, names)
+    masks, thresholds = [{}, {}], (0.5, 0.0)
+    for number in hand.layers:
+        codes = hand.codes(number)
+        means = np.array([code.mean(0) for code in codes.values()])
+        of = np.array([scores[n] for n in codes])
+        r = np.array([np.corrcoef(means[:, n], of)[0, 1] if means[:, n].std() > 0 else 0 for n in range(UNITS)])
+        for mask, threshold in zip(masks, thresholds, strict=True):
+            mask[number] = np.flatnonzero(r >= threshold).tolist()
+    got = evaluate_purging(gpt2, hand.sets, TEXTS, scores, thresholds, batch=3)["both"]
+    assert got["units"] == [sum(map(len, mask.values())) for mask in masks]
+    assert got["share"] == [count / (2 * UNITS) for count in got["units"]]
+    assert 0 < got["units"][0] < got["units"][1] < 2 * UNITS
+    assert got["mean_score"] == pytest.approx(np.mean(scores))
+    leading = [one["correlation"] for one in got["leading"]]
+    assert len(leading) == 10 and leading == sorted(leading, reverse=True)
+    assert all(one["unit"] in masks[0][one["layer"]] for one in got["leading"] if one["correlation"] >= 0.5)
+    hand.check_changes(got, "changes", masks, 2)
+
+
+def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
+    """Unit 5 fires on digits alone and adds much: masking it is felt on numbers, and nowhere else."""
+    layer = layer_for(gpt2, 1, "transcoder", {"kind": "relu_l1"})
+    layer.encoder_bias.data.add_(100)  # the others fire everywhere
+    rows = [[0, *gpt2.tokenizer(text)["input_ids"]] for text in TEXTS]
+    x = [gpt2.record(torch.tensor([row]), [1])[1][0][0, 1:] for row in rows]
+    digits, rest = torch.cat(x[5:10]), torch.cat(x[:5] + x[10:])
+    both = torch.cat([digits, rest])
+    target = torch.cat([torch.ones(len(digits)), -torch.ones(len(rest))])
+    direction = torch.linalg.lstsq(both - both.mean(0), target - target.mean(), rcond=1e-3, driver="gelsd").solution
+    layer.encoder.data[5] = direction
+    layer.encoder_bias.data[5] = -(rest @ direction).max() - 1e-3
+    layer.decoder.data[5] = torch.linspace(-30, 30, 32)
+    got = evaluate_masking(gpt2, {"a": {1: trained_on(gpt2, 1, layer)}}, TEXTS, LABELS, ratio=1e6)["a"]
+    assert got["members"] == {"animals": {"1": []}, "laws": {"1": []}, "numbers": {"1": [5]}}
+    assert got["matrix"][0] == got["matrix"][1] == got["matrix_se"][1] == [0, 0, 0]
+    assert abs(got["matrix"][2][2]) > 0.01 and got["matrix"][2][:2] == [0, 0]
+    assert got["control"][0] == [0, 0, 0]
+
+
+def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
+    from mxd.evaluation import masking
+
+    seen = []
+    measure = masking._measure
+
+    def spy(model, sets, ways, *rest):
+        seen.append(ways["a"])
+        return measure(model, sets, ways, *rest)
+
+    monkeypatch.setattr(masking, "_measure", spy)
+    layer = layer_for(gpt2, 1)
+    sets = {"a": {1: trained_on(gpt2, 1, layer)}}
+    for seed in (0, 0, 1):
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, 1.5, seed=seed)
+    rows = [np.array([[0, *gpt2.tokenizer(text)["input_ids"]]]) for text in TEXTS]
+    active = set(np.flatnonzero(sum(dense_code(gpt2, 1, layer, row).sum((0, 1)) for row in rows)).tolist())
+    assert len(active) < UNITS
+    for ways in seen:
+        for mask, control in zip(ways[:3], ways[3:], strict=True):
+            assert {*control[1]} <= active - {*mask[1]}
+            assert len(control[1]) == len(set(control[1])) <= len(mask[1])
+    assert sum(len(mask[1]) for mask in seen[0][3:]) > 3
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_results_do_not_depend_on_the_batch_or_on_what_else_is_measured(gpt2):
+    one = {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}
+    other = {2: trained_on(gpt2, 2, layer_for(gpt2, 2, "transcoder"))}
+    alone = evaluate_masking(gpt2, {"a": one}, TEXTS, LABELS, 1.5, batch=1)["a"]
+    among = evaluate_masking(gpt2, {"b": other, "a": one, "ab": {**one, **other}}, TEXTS, LABELS, 1.5, batch=5)["a"]
+    assert alone["members"] == among["members"]
+    for key in ("matrix", "matrix_se", "control", "loss", "loss_base"):
+        np.testing.assert_allclose(alone[key], among[key], atol=1e-5)
+    assert not any(hasattr(block.mlp, "off") for block in gpt2.blocks)
+
+
+def test_the_blocks_below_run_once_for_all_splices_and_masks(gpt2):
+    sets = {str(seed): {1: trained_on(gpt2, 1, layer_for(gpt2, 1, seed=seed))} for seed in range(3)}
+    calls = []
+    handle = gpt2.blocks[0].attn.register_forward_pre_hook(lambda module, args: calls.append(module))
+    try:
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, 1.5, batch=100)
+    finally:
+        handle.remove()
+    assert len(calls) == 2  # choosing, measuring
+
+
+def test_mistakes_are_named(gpt2, trained_gpt2):
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
+    for options, message in (
+        ({"ratio": 0.5}, "ratio is 0.5; expected at least 1"),
+        ({"ratio": float("nan")}, "ratio is nan"),
+        ({"labels": ["a"] * len(TEXTS)}, "number of domains is 1; expected at least 2"),
+        ({"labels": ["a", *["b"] * (len(TEXTS) - 1)]}, "texts of 'a' is 1; expected at least 2"),
+        ({"limit": 1}, "limit is 1; expected at least 2"),
+        ({"context": 1}, "context is 1; expected at least 2"),
+    ):
+        with pytest.raises(MxdError, match=message):
+            evaluate_masking(gpt2, sets, **{"texts": TEXTS, "labels": LABELS, **options})
+    with pytest.raises(MxdError, match="number of different scores is 1"):
+        evaluate_purging(gpt2, sets, TEXTS, [1.0] * len(TEXTS))
+    with pytest.raises(MxdError, match="other weights there"):
+        evaluate_masking(trained_gpt2, sets, TEXTS, LABELS)
+
+
+# Files and the command
+
+
+def write_scored(folder, suffix, rows):
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    path = folder / f"scored{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        csv.write_csv(table, path) if suffix == ".csv" else parquet.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_scored_texts_of_every_format(tmp_path, suffix):
+    rows = [{"text": 'a "b",\nc', "score": 0.5, "toxic": 1}, {"text": "é", "score": 2.0, "toxic": 0}]
+    path = write_scored(tmp_path, suffix, rows)
+    assert scored_texts(path) == (['a "b",\nc', "é"], [0.5, 2.0])
+    assert scored_texts(path, score_column="toxic")[1] == [1.0, 0.0]
+    with pytest.raises(MxdError, match=r"no column 'body'; it has: text, score, toxic. Set --text-column"):
+        scored_texts(path, "body")
+
+
+def test_bad_scored_texts_are_named(tmp_path):
+    for name, content, message in (
+        ("a.txt", "x", r"expected a file: .csv, .jsonl, .parquet"),
+        ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
+        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score None"),
+        ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read scored texts"),
+        ("e.parquet", "no", "cannot read scored texts"),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(MxdError, match=message):
+            scored_texts(path)
+    with pytest.raises(MxdError, match=r"no scored texts at 'nowhere\.csv'"):
+        scored_texts("nowhere.csv")
+
+
+def run(capsys, *words):
+    sys.argv = ["mxd", *map(str, words)]
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    return code, *capsys.readouterr()
+
+
+def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
+    data = {"source": "bundled", "split": "train", "context": 16}
+    for number in (1, 2):
+        one = trained_on(trained_gpt2, number, layer_for(trained_gpt2, number), model="tiny-gpt2", data=data)
+        save_layer(tmp_path / f"layer{number}", one.layer, one.provenance)
+    labelled = tmp_path / "labelled.jsonl"
+    rows = zip(TEXTS, LABELS, strict=True)
+    labelled.write_text("".join(json.dumps({"text": t, "label": f"[b]{label}"}) + "\n" for t, label in rows))
+    code, out, err = run(capsys, "mask", tmp_path, "--domains", labelled, "--ratio", "1.2", "--device", "cpu")
+    assert code == 0, err
+    assert "[b]animals" in out and "at random" in out
+    results = json.loads((tmp_path / "masking.json").read_text())["results"]
+    assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
+    assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
+    scored = write_scored(tmp_path, ".csv", [{"text": t, "score": len(t)} for t in TEXTS])
+    code, out, err = run(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
+    assert code == 0, err
+    (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
+    assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
+    assert "correlation from" in out
+    for words, message in (
+        ([], "give either labelled texts"),
+        (["--scores", scored, "--domains", labelled], "give either labelled texts"),
+        (["--scores", scored, "--thresholds", "a"], "--thresholds is 'a'"),
+    ):
+        code, out, err = run(capsys, "mask", tmp_path, *words)
+        assert code == 1 and message in err

@@ -1,0 +1,155 @@
+"""Ranks against NumPy and against what the theory says; leading units against the codes written out."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
+
+from mxd import cli
+from mxd.checkpoint import save_layer
+from mxd.errors import MxdError
+from mxd.evaluation import structure
+from mxd.evaluation.structure import PROMPTS, evaluate_structure, leading_units, normalized_rank, streamed
+from mxd.layers import LAYERS
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """24 contexts of 16 tokens, special tokens (0) among them."""
+    rows = np.random.default_rng(0).integers(1, 60, (24, 16))
+    rows[:, 0] = 0
+    rows[::3, 7] = 0
+    return rows
+
+
+@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("numbers", [2**23, 5000, 1])
+def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
+    """However many weights are looked at together."""
+    monkeypatch.setattr(structure, "RANK_NUMBERS", numbers)
+    layer = layer_for(gpt2, 1, method)
+    weights = [layer.unit_weight(n).detach().numpy() for n in range(UNITS)]
+    ranks = [np.linalg.matrix_rank(weight) / min(weight.shape) for weight in weights]
+    assert normalized_rank(layer) == pytest.approx(np.mean(ranks))
+    assert normalized_rank(layer, first=7) == pytest.approx(np.mean(ranks[:7]))
+    layer.bias.data.add_(100)
+    assert normalized_rank(layer) == pytest.approx(np.mean(ranks)), "the bias belongs to no unit"
+
+
+def test_experts_of_mxd_have_the_rank_of_the_decoder(gpt2):
+    """Lemma 1: full rank where no coefficient is zero; each zero costs one."""
+    layer = layer_for(gpt2, 1)
+    assert normalized_rank(layer) == 1
+    layer.expert_scale.data[0, :4] = 0
+    assert normalized_rank(layer, first=1) == (32 - 4) / 32
+    assert normalized_rank(layer) == pytest.approx(1 - 4 / 32 / UNITS)
+    layer.decoder.data[:, 16:] = layer.decoder.data[:, :16]
+    assert normalized_rank(layer, first=5) == pytest.approx((12 + 4 + 4 * 16) / 32 / 5)  # c_0 leaves the copies of 4
+    layer.decoder.data.zero_()
+    assert normalized_rank(layer) == 0
+
+
+@pytest.mark.parametrize("rank", [1, 8, 24])
+def test_experts_of_cp_mumoe_have_rank_r_at_most(gpt2, rank):
+    assert normalized_rank(layer_for(gpt2, 1, "cp_mumoe", rank=rank)) == rank / 32
+
+
+def test_progress_is_told_of_every_unit(gpt2, monkeypatch):
+    monkeypatch.setattr(structure, "RANK_NUMBERS", 3 * 128 * 32)
+    told = []
+    normalized_rank(layer_for(gpt2, 1), first=20, advance=told.append)
+    assert sum(told) == 20 and max(told) == 3
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
+    """Several layers at once; special tokens do not count in the text."""
+    layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
+    trained = {str(number): trained_on(gpt2, number, layer) for number, layer in layers.items()}
+    prompts = ["The people", "of the United States", "1990"]
+    found = evaluate_structure(gpt2, trained, blocks_of(rows), rows.size, 10, prompts, forward_contexts=5)
+    for number, layer in layers.items():
+        got, code = found[str(number)], dense_code(gpt2, number, layer, rows)[rows != 0]
+        leads = np.bincount(code.argmax(-1)[code.max(-1) > 0], minlength=UNITS)
+        assert got["layer"] == number and got["tokens"] == len(code) and got["experts"] == 10
+        assert got["shape"] == list(layer.unit_weight(0).shape)
+        assert got["normalized_rank"] == normalized_rank(layer, 10)
+        assert leads[got["leader"]["unit"]] == leads.max()
+        assert got["leader"]["share"] == pytest.approx(leads.max() / len(code))
+        assert [one["prompt"] for one in got["leading"]] == prompts
+        for one in got["leading"]:
+            ids = np.array([[0, *gpt2.tokenizer(one["prompt"])["input_ids"]]])
+            last = dense_code(gpt2, number, layer, ids)[0, -1]
+            assert one["unit"] == last.argmax()
+            assert one["strength"] == pytest.approx(last.max(), rel=1e-4)
+            assert one["rate"] == pytest.approx((code[:, one["unit"]] > 0).mean())
+
+
+def test_a_shared_expert_leads_everywhere(gpt2, rows):
+    layer = layer_for(gpt2, 1)
+    layer.gate_bias.data[6] = 1e3
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
+    assert got["leader"] == {"unit": 6, "share": 1.0}
+    assert {one["unit"] for one in got["leading"]} == {6} and len(got["leading"]) == len(PROMPTS)
+    assert {one["rate"] for one in got["leading"]} == {1.0}
+
+
+def test_a_layer_that_is_never_active_leads_nowhere(gpt2, rows):
+    layer = layer_for(gpt2, 1)
+    layer.gate_bias.data.fill_(-1e3)
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
+    assert got["leader"]["share"] == 0 and got["leading"] == []
+
+
+def test_a_random_k_is_its_mean_here(gpt2):
+    layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
+    one = trained_on(gpt2, 1, layer)
+    evaluate_structure(gpt2, {"a": one}, blocks_of(np.full((2, 8), 5)), 16, 2)
+    assert layer.training and int(layer.sparsity.draws) == 0
+
+
+def test_the_text_is_streamed_in_whole_contexts():
+    rows = np.arange(10 * 16).reshape(10, 16)
+    read = []
+
+    def blocks(start):
+        for row in rows[start:]:
+            read.append(row)
+            yield row
+
+    batches = list(streamed(blocks, 5 * 16 + 1, 4))
+    assert [len(batch) for batch in batches] == [4, 2] and len(read) == 6
+    np.testing.assert_array_equal(np.concatenate(batches), rows[:6])
+    assert [len(batch) for batch in streamed(blocks_of(np.zeros((100, 16))), 10**6)] == [64, 36]
+
+
+def test_mistakes_are_named(gpt2, rows):
+    one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
+    with pytest.raises(MxdError, match="tokens is 0; expected at least 1"):
+        evaluate_structure(gpt2, one, blocks_of(rows), 0)
+    with pytest.raises(MxdError, match="experts is 0; expected at least 1"):
+        evaluate_structure(gpt2, one, blocks_of(rows), 16, experts=0)
+    with pytest.raises(MxdError, match="no complete context"):
+        evaluate_structure(gpt2, one, blocks_of(rows[:0]))
+    with pytest.raises(MxdError, match="at least one trained layer"):
+        evaluate_structure(gpt2, {}, blocks_of(rows))
+    with pytest.raises(MxdError, match="prompt '' has no tokens"):
+        leading_units(gpt2, one, [""])
+
+
+def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
+    data = {"source": "bundled", "split": "train", "context": 32}
+    one = trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1), model="tiny-gpt2", data=data)
+    save_layer(tmp_path / "layer1", one.layer, one.provenance)
+    words = ["--tokens", "256", "--experts", "5", "--prompt", "The army", "--prompt", "In 1990", "--device", "cpu"]
+    sys.argv = ["mxd", "structure", str(tmp_path), *words]
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert not stop.value.code, err
+    (result,) = json.loads((tmp_path / "structure.json").read_text())["results"].values()
+    assert result["experts"] == 5 and result["normalized_rank"] == 1
+    assert [one["prompt"] for one in result["leading"]] == ["The army", "In 1990"]
+    assert " ".join(str(one["unit"]) for one in result["leading"]) in out and "1.0000" in out

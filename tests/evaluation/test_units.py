@@ -1,0 +1,310 @@
+"""Units: firing rates and contexts against NumPy, for every method; sampling in bands against the whole stream."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
+
+from mxd import cli
+from mxd.checkpoint import save_layer
+from mxd.errors import MxdError
+from mxd.evaluation import bands as bands_module
+from mxd.evaluation.bands import BANDS, DEPTH, STEPS, BandSamples
+from mxd.evaluation.structure import CodeMoments
+from mxd.evaluation.units import WINDOW, contributing, evaluate_units, firing, token_strings
+from mxd.layers import LAYERS, Code
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """24 contexts of 16 tokens, with special tokens (0) at the beginning of each and here and there."""
+    rows = np.random.default_rng(0).integers(1, 60, (24, 16))
+    rows[:, 0] = 0
+    rows[::3, 7] = 0
+    return rows
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_rates_and_strengths_agree_with_numpy(gpt2, rows, method):
+    """Several layers at once; special tokens do not count."""
+    layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
+    trained = {f"at {number}": trained_on(gpt2, number, layer) for number, layer in layers.items()}
+    found = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, forward_contexts=5)
+    assert list(found) == ["at 0", "at 2"]
+    for number, layer in layers.items():
+        got, code = found[f"at {number}"], dense_code(gpt2, number, layer, rows)[rows != 0]
+        active = code > 0
+        assert got["layer"] == number
+        assert got["tokens"] == len(code) < rows.size
+        np.testing.assert_allclose(got["rates"], active.mean(0))
+        np.testing.assert_allclose(got["means"], code.sum(0) / np.maximum(active.sum(0), 1), rtol=1e-4)
+        np.testing.assert_allclose(got["maxima"], code.max(0), rtol=1e-4)
+        assert got["dead"] == (active.sum(0) == 0).sum()
+        alive = active.mean(0)[active.any(0)]
+        edges = got["histogram"]["log10_edges"]
+        assert edges[0] <= math.log10(1 / len(code)) and edges[-1] == 0
+        assert got["histogram"]["counts"] == np.histogram(np.log10(alive), edges)[0].tolist()
+        assert sum(got["histogram"]["counts"]) + got["dead"] == UNITS
+
+
+def test_shared_and_dead_units_are_named(gpt2, rows):
+    layer = layer_for(gpt2, 1, sparsity={"kind": "relu_l1"})
+    layer.gate_bias.data[3] = 1e3
+    layer.gate_bias.data[5] = -1e3
+    trained = {"a": trained_on(gpt2, 1, layer)}
+    got = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, shared=0.9)["a"]
+    assert got["shared"][0] == {"unit": 3, "rate": 1.0}
+    assert all(one["rate"] > 0.9 == got["shared_above"] for one in got["shared"])
+    assert [one["unit"] for one in got["shared"]] != sorted(range(UNITS))
+    assert got["dead"] >= 1 and got["rates"][5] == 0
+    assert not {"3", "5"} & set(got["units"])
+    shown = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, units=[5, 3])["a"]["units"]
+    assert list(shown) == ["5", "3"] and shown["5"]["bands"] == [] and len(shown["3"]["bands"]) >= 1
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, method):
+    layer = layer_for(gpt2, 1, method)
+    code = dense_code(gpt2, 1, layer, rows) * (rows != 0)[..., None]
+    units = [int(n) for n in np.argsort(-(code > 0).sum((0, 1)))[:6]]
+    got = evaluate_units(
+        gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size, units, contexts=3, forward_contexts=5
+    )["a"]["units"]
+    assert list(got) == [str(unit) for unit in units]
+    for unit in units:
+        page, values = got[str(unit)], code[..., unit]
+        assert page["max"] == pytest.approx(values.max(), rel=1e-4)
+        assert page["rate"] == pytest.approx((values > 0).sum() / (rows != 0).sum())
+        edges = [0.0, *(band["low"] for band in page["bands"][::-1] if band["low"] > 0), page["max"]]
+        assert edges == sorted(edges)
+        for band in page["bands"]:
+            inside = (values >= band["low"] * (1 + 1e-5)) & (values < band["high"] * (1 - 1e-5)) & (values > 0)
+            drawn = [context["value"] for context in band["contexts"]]
+            assert len(drawn) >= min(3, inside.any(1).sum())
+            assert len(drawn) <= 3 and drawn == sorted(drawn, reverse=True)
+            places = {check_context(gpt2, rows, values, band, context) for context in band["contexts"]}
+            assert len(places) == len(drawn), "two of one context"
+
+
+def check_context(model, rows, values, band, context):
+    """Return the number of the context, found in the text by its coefficient."""
+    assert band["low"] * (1 - 1e-5) <= context["value"] <= band["high"] * (1 + 1e-5)
+    number, place = np.unravel_index(np.abs(values - context["value"]).argmin(), values.shape)
+    window = slice(max(0, place - WINDOW[0]), place + WINDOW[1] + 1)
+    assert context["tokens"] == [model.tokenizer.decode([i]) for i in rows[number, window]]
+    assert context["at"] == place - window.start
+    np.testing.assert_allclose(context["strengths"], values[number, window], rtol=1e-3, atol=1e-4)
+    assert context["strengths"][context["at"]] == pytest.approx(context["value"], rel=1e-3)
+    return number
+
+
+def test_the_same_for_every_batch_size_and_another_for_another_seed(gpt2, rows):
+    trained = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
+
+    def found(seed=0, batch=4):
+        units = evaluate_units(
+            gpt2, trained, blocks_of(rows), 320, top=8, contexts=1, seed=seed, forward_contexts=batch
+        )
+        return [
+            [c["tokens"] for band in page["bands"] for c in band["contexts"]] for page in units["a"]["units"].values()
+        ]
+
+    assert found() == found(batch=7) != found(seed=1)
+    assert len(found()) == 8
+
+
+def test_the_base_model_runs_once_for_all_layers_and_stops_after_the_last(gpt2, rows):
+    trained = {f"{n}-{seed}": trained_on(gpt2, n, layer_for(gpt2, n, seed=seed)) for n in (0, 1) for seed in (0, 1)}
+    calls = [0, 0, 0]
+    handles = [
+        block.register_forward_pre_hook(lambda m, a, n=n: calls.__setitem__(n, calls[n] + 1))
+        for n, block in enumerate(gpt2.blocks)
+    ]
+    try:
+        evaluate_units(gpt2, trained, blocks_of(rows), rows.size, units=[], forward_contexts=4)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == [6, 6, 0]
+
+
+def test_layers_are_left_in_their_mode_and_measured_in_evaluation_mode(gpt2, rows):
+    layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
+    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size, units=[])["a"]
+    assert layer.training and int(layer.sparsity.draws) == 0
+    assert sum(got["rates"]) <= K
+
+
+def test_text_that_can_be_read_only_once_is_enough(gpt2, rows):
+    stream = iter(rows)
+    trained = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
+    got = evaluate_units(gpt2, trained, lambda start: stream, 10**6, top=3)["a"]
+    assert got["tokens"] == (rows != 0).sum() and len(got["units"]) == 3
+
+
+def test_mistakes_are_named(gpt2, trained_gpt2, rows):
+    one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
+    for options, message in (
+        ({"units": [UNITS]}, r"a has units 0 \.\.\. 39, got 40"),
+        ({"tokens": 0}, "tokens is 0; expected at least 1"),
+        ({"contexts": 0}, "contexts is 0; expected at least 1"),
+    ):
+        with pytest.raises(MxdError, match=message):
+            evaluate_units(gpt2, one, blocks_of(rows), **{"tokens": 32, **options})
+    with pytest.raises(MxdError, match="no complete context"):
+        evaluate_units(gpt2, one, blocks_of(rows[:0]))
+    with pytest.raises(MxdError, match="at least one trained layer"):
+        evaluate_units(gpt2, {}, blocks_of(rows))
+    with pytest.raises(MxdError, match="other weights there"):
+        evaluate_units(trained_gpt2, one, blocks_of(rows))
+
+
+def test_units_that_add_most_come_first(gpt2):
+    layer = layer_for(gpt2, 1)
+    moments = CodeMoments(layer)
+    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 0.0, 4.0], [1.0, 2.0, 0.0]])
+    moments.count(Code(values, torch.tensor([[7, 8, 9]] * 3)))
+    norms = layer.unit_norms()
+    adds = {8: 4 * norms[8], 9: 4 * norms[9]}
+    assert contributing(moments, 10) == sorted([9], key=adds.get)  # 7 and 8 are active at more than half the tokens
+    assert contributing(moments, 10, shared=0.9) == sorted([8, 9], key=adds.get, reverse=True)
+    assert contributing(moments, 1, shared=0.9) == [max(adds, key=adds.get)]
+    assert firing(moments)["shared"] == [{"unit": 7, "rate": 1.0}, {"unit": 8, "rate": pytest.approx(2 / 3)}]
+
+
+# Sampling
+
+
+def stream_of(length, units, seed, width=7, staircase=False):
+    """Occurrences whose largest coefficient keeps growing, smoothly or by jumps: unit, value, context, place."""
+    rng = np.random.default_rng(seed)
+    scale = 2.0 ** (np.arange(length) // 300 * 0.4) if staircase else np.linspace(0.1, 3, length)
+    value = scale * (1 + 0.01 * rng.random(length) if staircase else rng.gamma(2.0, 1.0, length) + 1e-3)
+    order = np.arange(length)
+    return rng.integers(0, units, length), value.astype(np.float32), order // width, order % width
+
+
+def feed(samples, stream, batch):
+    unit, value, context, at = stream
+    for start in range(0, len(unit), batch):
+        piece = slice(start, start + batch)
+        code = Code(torch.from_numpy(value[piece, None]), torch.from_numpy(unit[piece, None]))
+        samples.see(code, context[piece], at[piece])
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+@pytest.mark.parametrize("width", [7, 330])
+@pytest.mark.parametrize("batch", [1000, 37])
+def test_samples_are_those_that_would_be_drawn_had_the_bands_been_known(monkeypatch, batch, width, staircase):
+    """The oracle sees the whole stream with the same keys: of each band the contexts with the largest keys."""
+    monkeypatch.setattr(bands_module, "PATIENCE", 50)
+    stream = unit, value, context, at = stream_of(4000, 3, 1, width, staircase)
+    samples = BandSamples(3, 4, seed=9)
+    feed(samples, stream, batch)
+    key = np.random.default_rng(9).random(len(unit))
+    assert len(samples.kept) <= 3 * (DEPTH + 1) * 4
+    for n in range(3):
+        got = samples.bands(n)
+        largest = value[unit == n].max()
+        assert got[0].high == largest and got[-1].low == 0
+        assert [band.high for band in got[1:]] == [band.low for band in got[:-1]] or staircase
+        assert len(got) == BANDS or staircase
+        for band in got:
+            nearest = largest * max(1, round(BANDS * band.high / largest)) / BANDS
+            assert band.high == pytest.approx(nearest, rel=2 ** (0.51 / STEPS) - 1)
+            inside = np.flatnonzero((unit == n) & (value >= band.low) & ((value < band.high) | (band is got[0])))
+            chosen = {}
+            for row in inside[np.argsort(-key[inside])]:
+                chosen.setdefault(context[row], row)
+            expected = sorted(((value[r], context[r], at[r]) for r in list(chosen.values())[:4]), reverse=True)
+            assert [tuple(one) for one in band.occurrences] == expected
+
+
+def test_every_context_is_as_likely_as_another():
+    drawn = np.zeros(40)
+    stream = (np.zeros(40, int), np.linspace(0.95, 1, 40).astype(np.float32), np.arange(40), np.zeros(40, int))
+    for seed in range(400):
+        samples = BandSamples(1, 5, seed)
+        feed(samples, stream, 11)
+        (band,) = samples.bands(0)
+        drawn[[one.context for one in band.occurrences]] += 1
+    assert drawn.sum() == 400 * 5
+    assert np.abs(drawn - 50).max() < 5 * math.sqrt(50 * 7 / 8)
+
+
+def test_memory_does_not_grow_with_the_text(monkeypatch):
+    monkeypatch.setattr(bands_module, "PATIENCE", 100)
+    sizes = []
+    for length in (20_000, 80_000):
+        samples = BandSamples(2, 3, seed=0)
+        feed(samples, stream_of(length, 2, seed=2), 500)
+        sizes.append(len(samples.kept) + sum(map(len, samples.waiting)))
+    assert max(sizes) <= 2 * (DEPTH + 1) * 3 + 100 + 500
+
+
+def test_a_unit_that_never_fires_has_no_bands():
+    samples = BandSamples(2, 3)
+    assert samples.bands(0) == []
+    feed(samples, (np.zeros(3, int), np.array([1, 0, 2], np.float32), np.arange(3), np.arange(3)), 3)
+    assert samples.bands(1) == []
+    assert [one.context for band in samples.bands(0) for one in band.occurrences] == [2, 0]
+
+
+# Text
+
+
+class DropsSpaces:
+    """Decodes as SentencePiece tokenizers do: the space before the first word is lost."""
+
+    words = (" the", "s", " ")
+
+    def decode(self, ids):
+        return "".join(self.words[i] for i in ids).removeprefix(" ")
+
+
+def test_tokens_keep_their_spaces(tokenizer):
+    assert token_strings(DropsSpaces(), [0, 1, 0, 2]) == [" the", "s", " the", " "]
+    ids = tokenizer("The people, naïve:\n  and 東", add_special_tokens=False)["input_ids"]
+    strings = token_strings(tokenizer, ids)
+    assert strings == [tokenizer.decode([i]) for i in ids]
+    assert "".join(strings).startswith("The people, na") and " and" in "".join(strings)
+    assert token_strings(None, [3, 14]) == ["3", "14"]
+
+
+def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
+    data = {"source": "bundled", "split": "train", "context": 32}
+    for number in (1, 2):
+        one = trained_on(trained_gpt2, number, layer_for(trained_gpt2, number), model="tiny-gpt2", data=data)
+        save_layer(tmp_path / f"layer{number}", one.layer, one.provenance)
+    sys.argv = [
+        "mxd",
+        "units",
+        str(tmp_path),
+        "--tokens",
+        "1024",
+        "--units",
+        "3,7",
+        "--contexts",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert not stop.value.code, err
+    document = json.loads((tmp_path / "units.json").read_text())
+    assert set(document["results"]) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
+    assert document["tokens_asked"] == 1024 and document["seed"] == 0
+    for result in document["results"].values():
+        assert list(result["units"]) == ["3", "7"] and len(result["rates"]) == UNITS
+        assert result["tokens"] < 1024
+    assert "units.json" in out and f"{tmp_path.name}/layer2" in out and "dead" in out
+    sys.argv = ["mxd", "units", str(tmp_path), "--units", "3;7"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1 and "expected numbers divided by commas" in capsys.readouterr().err
