@@ -202,7 +202,7 @@ class EvaluationConfig(Section):
     """Labelled sets for probing: bundled names, .csv or .jsonl files, Hub datasets."""
     domains: str = "factbook"
     """Labelled set whose labels are the domains of masking."""
-    domain_texts: PositiveInt = 100
+    domain_texts: PositiveInt = 32
     """Texts of each domain that masking reads."""
     texts: PositiveInt = 2000
     """Texts of each labelled set that probing reads, at most."""

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import mxd
 
-from mxd import __version__, cli
+from mxd import __version__
 
 CONFIG = """
 run: r
@@ -19,18 +20,6 @@ replacements:
   - {method: [mxd], sparsity: {kind: topk, k: [2, 4]}}
 training: {recipe: short, tokens: 1024, batch_tokens: 512, buffer_tokens: 1024, log_every: 1}
 """
-
-
-def mxd(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
-    sys.argv = ["mxd", *words]
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return code, out, err
 
 
 @pytest.fixture

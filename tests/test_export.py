@@ -1,7 +1,6 @@
 """Exported models: what transformers loads from the folder, without mxd, is the spliced model; else it refuses."""
 
 import ast
-import contextlib
 import copy
 import functools
 import json
@@ -15,12 +14,12 @@ from typing import get_args
 
 import pytest
 import torch
+from command import mxd as command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
 import mxd.export
-from mxd import cli
 from mxd.checkpoint import Provenance, Trained, save_layer
 from mxd.errors import MxdError
 from mxd.export import export_checkpoints, export_model
@@ -384,10 +383,8 @@ def checkpoints(trained_gpt2, tmp_path):
 
 
 def test_checkpoints_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_path, capsys):
-    sys.argv = ["mxd", "export-model", "tiny-gpt2", str(checkpoints), str(tmp_path / "out")]
-    with contextlib.suppress(SystemExit):
-        cli.main()
-    assert f"done: {tmp_path / 'out'}" in capsys.readouterr().out
+    code, out, _ = command(capsys, "export-model", "tiny-gpt2", checkpoints, tmp_path / "out")
+    assert code == 0 and f"done: {tmp_path / 'out'}" in out
     layers = {number: mxd.load_layer(checkpoints / f"layer{number}") for number in (1, 2)}
     with spliced(trained_gpt2, layers):
         expected = trained_gpt2.logits(ids)
@@ -408,11 +405,8 @@ def test_mistakes_on_the_command_line(checkpoints, tmp_path, capsys, words, mess
     places = {"OUT": str(tmp_path / "out"), "RUN": str(checkpoints)}
     for short, place in places.items():
         words = [word.replace(short, place) for word in words]
-    sys.argv = ["mxd", "export-model", *words]
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 1
-    assert message in capsys.readouterr().err
+    code, _, err = command(capsys, "export-model", *words)
+    assert code == 1 and message in err
     assert not (tmp_path / "out").exists()
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import mxd as run_mxd
 from huggingface_hub import ModelCard, close_session, constants
 from loopback_hub import Blob, LoopbackHub, Repo
 
 import mxd
-from mxd import cli
 from mxd.checkpoint import Provenance, find_layers, load_layer, load_layers, pull, push, save_layer
 from mxd.errors import MxdError
 from mxd.hub import HubReference, cached_reference, reference_of
@@ -86,14 +86,8 @@ def logits(model, ids, replacements):
 
 def command(capsys, *words):
     """Run the command line: exit code, output, and the message, which is one line."""
-    sys.argv = ["mxd", *map(str, words)]
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err and WRITER not in err + out
+    code, out, err = run_mxd(capsys, *words)
+    assert WRITER not in err + out
     assert err.count("mxd: ") == (code != 0)
     message = err.splitlines()[-1] if code else ""
     assert message.startswith("mxd: ") == bool(code)

@@ -31,9 +31,8 @@ def run(folder, questions, **changed):
         "data": {"split": "validation"},
         "sizing": {"expansion": 9},
         "replacements": [
-            {"method": "mxd", "sparsity": {"kind": "topk", "k": [2, 4]}},
-            {"method": "cp_mumoe", "sparsity": {"kind": "topk", "k": 4}},
-            {"method": "topk_sae", "sparsity": {"kind": "topk", "k": 4}},
+            {"method": "mxd", "num_units": 64, "sparsity": {"kind": "topk", "k": [2, 4]}},
+            {"method": "topk_sae", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}},
         ],
         "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
         "evaluation": {"questions": questions, **SMALL, **changed},
@@ -54,7 +53,7 @@ def test_every_question_has_an_answer_and_only_names_settings_that_exist():
 
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     folder = compare(run(tmp_path, list(ANSWERS)))
-    names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "cp-mumoe-r64-k4", "sae-k4")}
+    names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
     for question in ANSWERS:
         document = json.loads((folder / f"{question}.json").read_text())
         assert names <= set(document["results"]), question

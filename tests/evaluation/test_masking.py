@@ -1,14 +1,13 @@
 """Masking: splices with units switched off, and the losses by domain and by score, against the same written out."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
+from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
 
-from mxd import cli
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation.masking import (
@@ -446,16 +445,6 @@ def test_bad_scored_texts_are_named(tmp_path):
         scored_texts("nowhere.csv")
 
 
-def run(capsys, *words):
-    sys.argv = ["mxd", *map(str, words)]
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    return code, *capsys.readouterr()
-
-
 def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 16}
     for number in (1, 2):
@@ -464,14 +453,14 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     labelled = tmp_path / "labelled.jsonl"
     rows = zip(TEXTS, LABELS, strict=True)
     labelled.write_text("".join(json.dumps({"text": t, "label": f"[b]{label}"}) + "\n" for t, label in rows))
-    code, out, err = run(capsys, "mask", tmp_path, "--domains", labelled, "--ratio", "1.2", "--device", "cpu")
+    code, out, err = mxd(capsys, "mask", tmp_path, "--domains", labelled, "--ratio", "1.2", "--device", "cpu")
     assert code == 0, err
     assert "[b]animals" in out and "at random" in out
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
     assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
     scored = write_scored(tmp_path, ".csv", [{"text": t, "score": len(t)} for t in TEXTS])
-    code, out, err = run(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
+    code, out, err = mxd(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
     assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
@@ -481,5 +470,5 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
         (["--scores", scored, "--domains", labelled], "give either labelled texts"),
         (["--scores", scored, "--thresholds", "a"], "--thresholds is 'a'"),
     ):
-        code, out, err = run(capsys, "mask", tmp_path, *words)
+        code, out, err = mxd(capsys, "mask", tmp_path, *words)
         assert code == 1 and message in err

@@ -1,7 +1,6 @@
 """Steering: sampled text is what a plain hook gives one sample at a time; judges are believed only word for word."""
 
 import json
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command import mxd
 
-from mxd import cli
 from mxd.checkpoint import Provenance, Trained, save_layer
 from mxd.errors import MxdError
 from mxd.evaluation.steering import (
@@ -389,18 +388,6 @@ def checkpoint(tmp_path, trained_gpt2):
     data = {"source": "bundled", "split": "train"}
     provenance = trained.provenance.model_copy(update={"model": "tiny-gpt2", "data": data})
     return save_layer(tmp_path / "layer1", trained.layer, provenance)
-
-
-def mxd(capsys, *words):
-    sys.argv = ["mxd", *map(str, words)]
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return code, out, err
 
 
 def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, capsys, monkeypatch):

@@ -1,13 +1,12 @@
 """Ranks against NumPy and against what the theory says; leading units against the codes written out."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
+from command import mxd
 from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 
-from mxd import cli
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation import structure
@@ -144,11 +143,8 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     one = trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1), model="tiny-gpt2", data=data)
     save_layer(tmp_path / "layer1", one.layer, one.provenance)
     words = ["--tokens", "256", "--experts", "5", "--prompt", "The army", "--prompt", "In 1990", "--device", "cpu"]
-    sys.argv = ["mxd", "structure", str(tmp_path), *words]
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert not stop.value.code, err
+    code, out, err = mxd(capsys, "structure", tmp_path, *words)
+    assert code == 0, err
     (result,) = json.loads((tmp_path / "structure.json").read_text())["results"].values()
     assert result["experts"] == 5 and result["normalized_rank"] == 1
     assert [one["prompt"] for one in result["leading"]] == ["The army", "In 1990"]

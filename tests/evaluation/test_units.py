@@ -2,14 +2,13 @@
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
+from command import mxd
 from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 
-from mxd import cli
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation import bands as bands_module
@@ -280,23 +279,9 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     for number in (1, 2):
         one = trained_on(trained_gpt2, number, layer_for(trained_gpt2, number), model="tiny-gpt2", data=data)
         save_layer(tmp_path / f"layer{number}", one.layer, one.provenance)
-    sys.argv = [
-        "mxd",
-        "units",
-        str(tmp_path),
-        "--tokens",
-        "1024",
-        "--units",
-        "3,7",
-        "--contexts",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert not stop.value.code, err
+    words = ("--tokens", 1024, "--units", "3,7", "--contexts", 2, "--device", "cpu")
+    code, out, err = mxd(capsys, "units", tmp_path, *words)
+    assert code == 0, err
     document = json.loads((tmp_path / "units.json").read_text())
     assert set(document["results"]) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert document["tokens_asked"] == 1024 and document["seed"] == 0
@@ -304,7 +289,5 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
         assert list(result["units"]) == ["3", "7"] and len(result["rates"]) == UNITS
         assert result["tokens"] < 1024
     assert "units.json" in out and f"{tmp_path.name}/layer2" in out and "dead" in out
-    sys.argv = ["mxd", "units", str(tmp_path), "--units", "3;7"]
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 1 and "expected numbers divided by commas" in capsys.readouterr().err
+    code, _, err = mxd(capsys, "units", tmp_path, "--units", "3;7")
+    assert code == 1 and "expected numbers divided by commas" in err

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from command import mxd
 from safetensors.torch import load_file, save_file
 
 from mxd.checkpoint import load_layer
@@ -485,22 +486,6 @@ def test_model_and_block_are_stated_or_read_and_must_agree(theirs, gpt2_folder, 
 
 
 # --- the command --------------------------------------------------------------------------------------------------
-
-
-def mxd(capsys, *words):
-    import sys
-
-    from mxd import cli
-
-    sys.argv = ["mxd", *map(str, words)]
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return code, out, err
 
 
 def test_the_command_converts_both_ways(base, make, tmp_path, capsys):

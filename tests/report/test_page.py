@@ -4,16 +4,15 @@ import base64
 import hashlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import mxd
 from full_run import EVIL, fill, replacements
 
-from mxd import cli
 from mxd.checkpoint import write_json
 from mxd.errors import MxdError
 from mxd.report.page import build_sections, write_report
@@ -295,12 +294,9 @@ def test_a_damaged_file_is_named(tmp_path, file, text, said):
         write_report(tmp_path)
 
 
-def test_the_command_writes_both_files(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mxd", "report", str(run / "layer1-tc-k8"), "--out", str(tmp_path / "r.html")])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code
-    assert f"page:     {tmp_path / 'r.html'}" in capsys.readouterr().out
+def test_the_command_writes_both_files(run, tmp_path, capsys):
+    code, out, _ = mxd(capsys, "report", run / "layer1-tc-k8", "--out", tmp_path / "r.html")
+    assert code == 0 and f"page:     {tmp_path / 'r.html'}" in out
     assert (tmp_path / "r.md").read_text().startswith("# layer1-tc-k8: replacements for MLPs of made-up")
 
 
