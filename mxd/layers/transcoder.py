@@ -5,6 +5,7 @@ y^ = z D + b [+ x S],   z = TopK(relu(x E^T + b_E), K)                          
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from mxd.layers.base import Code, MLPShape, ReplacementConfig, zeros
@@ -54,4 +55,4 @@ class Transcoder(FeatureLayer):
 
     def _decode(self, x: Tensor, code: Code) -> Tensor:
         out = self.features_out(code)
-        return out if self.skip is None else out + x @ self.skip
+        return out if self.skip is None else torch.addmm(out, x, self.skip)
