@@ -112,6 +112,7 @@ def evaluate(
     *checkpoints: str,
     together: bool = False,
     tokens: int = 65_536,
+    seed: int = 0,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
     lm_eval: str | None = None,
@@ -124,6 +125,7 @@ def evaluate(
         checkpoints: layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
         together: splice all of them at once, instead of each alone.
         tokens: positions to read.
+        seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
         out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together), and
             for a Hub reference evaluation-NAME.json in this one.
@@ -140,7 +142,7 @@ def evaluate(
     from mxd.evaluation.harness import find_tasks
 
     tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
-    found = measure(on.open("evaluate", checkpoints), together, tokens, tasks)
+    found = measure(on.open("evaluate", checkpoints), together, tokens, tasks, seed)
     _show(found)
     _save(found, checkpoints, "evaluation-together" if together else "evaluation", out)
 
@@ -220,7 +222,8 @@ def units(
     from mxd.evaluation.units import evaluate_units
     from mxd.report.terminal import unit_lines
 
-    found = evaluate_units(subject.base, subject.trained, subject.blocks(), tokens, named, top, contexts, shared, seed)
+    base, blocks = subject.base, subject.blocks(seed)
+    found = evaluate_units(base, subject.trained, blocks, tokens, named, top, contexts, shared, seed)
     for name, result in found.items():
         _print(*unit_lines(name, result))
     _save(subject.document(found, tokens_asked=tokens, seed=seed), checkpoints, "units", out)
@@ -232,6 +235,7 @@ def structure(
     tokens: int = 65_536,
     experts: int = 2000,
     prompt: list[str] | None = None,
+    seed: int = 0,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
@@ -242,6 +246,7 @@ def structure(
         tokens: positions over which leads and rates are counted.
         experts: units whose rank is computed, from unit 0 on.
         prompt: a prompt at whose last token to name the leading unit; give it several times for several.
+        seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
         out: JSON file; by default structure.json in the first folder.
     """
@@ -250,8 +255,9 @@ def structure(
     from mxd.report.terminal import structure_table
 
     found = subject.document(
-        evaluate_structure(subject.base, subject.trained, subject.blocks(), tokens, experts, prompt or PROMPTS),
+        evaluate_structure(subject.base, subject.trained, subject.blocks(seed), tokens, experts, prompt or PROMPTS),
         tokens_asked=tokens,
+        seed=seed,
     )
     _print(structure_table(found))
     _save(found, checkpoints, "structure", out)

@@ -35,9 +35,9 @@ class Subject:
             return {"together": _distinct_layers(self.trained)}
         return {name: {trained.provenance.layer: trained} for name, trained in self.trained.items()}
 
-    def blocks(self) -> Blocks:
-        """Return the held-out contexts, once, in one shuffled order."""
-        return held_out_blocks(self.base, self.text)
+    def blocks(self, seed: int = 0) -> Blocks:
+        """Return the held-out contexts, once, in an order drawn from the seed."""
+        return held_out_blocks(self.base, self.text, seed)
 
     def texts(self) -> Iterable[str]:
         """Return the held-out documents."""
@@ -117,23 +117,23 @@ def evaluate_checkpoints(
 
 
 def measure(
-    subject: Subject, together: bool = False, tokens: int = 65_536, tasks: Tasks | None = None
+    subject: Subject, together: bool = False, tokens: int = 65_536, tasks: Tasks | None = None, seed: int = 0
 ) -> dict[str, Any]:
     """Measure the faithfulness of what ``open_checkpoints`` loaded; see ``evaluate_checkpoints``."""
     sets = subject.sets(together)
-    results = evaluate(subject.base, sets, subject.blocks(), tokens)
+    results = evaluate(subject.base, sets, subject.blocks(seed), tokens)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
     scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
-    return subject.document(results, tokens_asked=tokens) | scores
+    return subject.document(results, tokens_asked=tokens, seed=seed) | scores
 
 
-def held_out_blocks(base: FrozenModel, text: DataConfig) -> Any:
-    """Return the contexts of an evaluation text once, in one shuffled order, so that a part is like the whole."""
+def held_out_blocks(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
+    """Return the contexts of an evaluation text once, in a drawn order, so that a part is like the whole."""
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
     texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
-    return token_blocks(texts, base.tokenizer, text.context, text.bos, repeat=False)
+    return token_blocks(texts, base.tokenizer, text.context, text.bos, seed, repeat=False)
 
 
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:

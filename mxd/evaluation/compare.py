@@ -65,7 +65,7 @@ def _file(folder: Path, question: Question) -> Path:
 
 
 def _faithfulness(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
-    return measure(subject, tokens=asked.tokens)
+    return measure(subject, tokens=asked.tokens, seed=asked.seed)
 
 
 def _generation(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
@@ -73,13 +73,14 @@ def _generation(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
 
 
 def _units(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
-    base, trained, blocks = subject.base, subject.trained, subject.blocks()
+    base, trained, blocks = subject.base, subject.trained, subject.blocks(asked.seed)
     found = evaluate_units(base, trained, blocks, asked.unit_tokens, top=asked.pages, seed=asked.seed)
     return _document(subject, found)
 
 
 def _structure(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
-    return _document(subject, evaluate_structure(subject.base, subject.trained, subject.blocks(), asked.tokens))
+    blocks = subject.blocks(asked.seed)
+    return _document(subject, evaluate_structure(subject.base, subject.trained, blocks, asked.tokens))
 
 
 def _probing(subject: Subject, asked: EvaluationConfig) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def _document(subject: Subject, results: dict[str, Any]) -> dict[str, Any]:
 
 
 ANSWERS: dict[Question, tuple[Answer, tuple[str, ...]]] = {
-    "evaluation": (_faithfulness, ("split", "tokens")),
+    "evaluation": (_faithfulness, ("split", "tokens", "seed")),
     "generation": (_generation, ("split", "prompts", "seed")),
     "units": (_units, ("split", "unit_tokens", "pages", "seed")),
-    "structure": (_structure, ("split", "tokens")),
+    "structure": (_structure, ("split", "tokens", "seed")),
     "probing": (_probing, ("sets", "texts", "seed")),
     "masking": (_masking, ("domains", "domain_texts", "seed")),
     "steering": (_steering, ("steered", "seed")),

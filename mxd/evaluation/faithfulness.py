@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mxd.checkpoint import Trained
+from mxd.checkpoint import Trained, load_layer
 from mxd.data import Blocks, mask_of
 from mxd.errors import MxdError
 from mxd.evaluation.structure import CodeMoments, Structure
@@ -23,7 +24,7 @@ from mxd.layers import ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
 from mxd.progress import progress
-from mxd.splice import Replacement, spliced
+from mxd.splice import Replacement, Where, spliced
 
 Sets = Mapping[str, Mapping[int, Replacement]]
 """Name -> what is spliced in together: block number -> replacement."""
@@ -150,7 +151,7 @@ class Constant(nn.Module):
 @torch.no_grad()
 def evaluate(
     model: FrozenModel,
-    sets: Sets,
+    given: Mapping[str, Mapping[int, Replacement | Where]],
     blocks: Blocks,
     tokens: int = 65_536,
     masked_ids: Sequence[int] | None = None,
@@ -160,7 +161,7 @@ def evaluate(
 
     Args:
         model: the frozen base model.
-        sets: name -> what is spliced in together.
+        given: name -> what is spliced in together: layers, modules, or paths and Hub references of layers.
         blocks: the contexts, in a fixed order.
         tokens: positions to read, rounded up to whole contexts.
         masked_ids: tokens left out; by default those the replacements were trained without.
@@ -174,6 +175,7 @@ def evaluate(
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.
     """
+    sets: Sets = {name: {n: _loaded(r) for n, r in members.items()} for name, members in given.items()}
     masked = _common_mask(sets) if masked_ids is None else tuple(masked_ids)
     batches = _batches(blocks, tokens, forward_contexts)
     layers = sorted({number for members in sets.values() for number in members})
@@ -317,6 +319,10 @@ def _common_mask(sets: Sets) -> tuple[int, ...]:
             "masked_ids."
         )
     return masks.pop() if masks else ()
+
+
+def _loaded(replacement: Replacement | Where) -> Replacement:
+    return load_layer(replacement) if isinstance(replacement, str | Path) else replacement
 
 
 def _bare(replacement: Replacement) -> nn.Module:

@@ -223,7 +223,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
 
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     from mxd.config import parse_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    from mxd.evaluation.checkpoints import evaluate_checkpoints, measure, open_checkpoints, save_results
     from mxd.train import train
 
     raw = {
@@ -244,6 +244,12 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     assert list(both["results"]) == ["together"]
     assert len(both["results"]["together"]["replacements"]) == 2
     assert json.loads(save_results(both, tmp_path / "x" / "e.json").read_text())["results"].keys() == {"together"}
+    drawn = evaluate_checkpoints([pair[0]], tokens=512), measure(open_checkpoints([pair[0]]), tokens=512, seed=1)
+    first, other = ({"ce_base": d["results"]["r/layer1-mxd-k2"]["ce_base"], "seed": d["seed"]} for d in drawn)
+    assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
+    subject = open_checkpoints([pair[0]])
+    by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.blocks(), 512)
+    assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
     with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
         evaluate_checkpoints([folder], together=True)
     with pytest.raises(MxdError, match="other weights there"):
