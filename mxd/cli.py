@@ -173,17 +173,13 @@ def generate(
         out: JSON file; by default generation.json in the first folder (with --prompt none).
     """
     subject = on.open("generate", checkpoints)
-    from rich.console import Console
-
     from mxd.evaluation.generation import generate_checkpoints
-    from mxd.report.diffs import terminal_diff
+    from mxd.report.terminal import terminal_diff
 
     found = generate_checkpoints(subject, together, prompt, limit, words, tokens, seed)
-    console = Console(highlight=False)
     for name, result in found["results"].items():
-        console.print(f"[bold]{name}[/bold]")
-        for example in result["examples"]:
-            console.print(terminal_diff(example))
+        _say(name)
+        _print(*map(terminal_diff, result["examples"]))
         at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= tokens]
         shares = ", ".join(f"{result['match'][n - 1]:.1%} to {n}" for n in at)
         if prompt is None:

@@ -1,4 +1,4 @@
-"""What single units do, on a terminal: contexts, ranks and leads, and what masking costs."""
+"""Results on a terminal: contexts of units, ranks and leads, what masking costs, continuations side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -82,3 +82,15 @@ def _changes(values: Sequence[float], errors: Sequence[float]) -> list[str]:
 
 def _visible(token: str) -> str:
     return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in token)
+
+
+def terminal_diff(example: Mapping[str, Any]) -> Text:
+    """Return a prompt with both continuations: what agrees from the first token on in green, the rest in red."""
+    base, spliced = example["base_tokens"], example["spliced_tokens"]
+    agreed = next((n for n, (a, b) in enumerate(zip(base, spliced, strict=True)) if a != b), len(base))
+    text = Text(f"prompt   {example['prompt_text']}\n")
+    text.append(f"base     {''.join(base)}\n")
+    text.append("spliced  ")
+    text.append("".join(spliced[:agreed]), style="green")
+    text.append("".join(spliced[agreed:]), style="red")
+    return text.append(f"\n         {agreed} of {len(base)} tokens agree\n")

@@ -88,3 +88,12 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
     labels = [label for label, _ in drawn if label]
     assert labels == ["MxD, layer 2", "TC, layer 3"]
     assert list(drawn[0][1][0]) == [4, 8]
+
+
+def test_continuations_are_green_as_far_as_they_agree_and_red_from_there() -> None:
+    from mxd.report.terminal import terminal_diff
+
+    example = {"prompt_text": "A [bold]", "base_tokens": [" b", " c", " d"], "spliced_tokens": [" b", " x", " d"]}
+    text = terminal_diff(example)
+    assert text.plain == "prompt   A [bold]\nbase      b c d\nspliced   b x d\n         1 of 3 tokens agree\n"
+    assert [(text.plain[s.start : s.end], s.style) for s in text.spans] == [(" b", "green"), (" x d", "red")]
