@@ -1,4 +1,4 @@
-"""Checkpoints: a trained layer as a self-describing folder, and the state of a run under way. Never a pickle.
+"""Checkpoints: a trained layer as a self-describing folder. Never a pickle.
 
 config.json          the layer's config, and its provenance
 model.safetensors    its parameters
@@ -8,8 +8,10 @@ README.md            the same for people
 A set is a folder of such folders. Both lie on this machine or on the Hub; a reference stands wherever a path does.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -452,32 +454,6 @@ def fit_tensors(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where
             raise MxdError(f"{where}: {name} has shape {tuple(got[name].shape)}, expected {tuple(tensor.shape)}.")
 
 
-def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any], keep: int = 2) -> Path:
-    """Write the state of a run after a step, and remove all but the newest ``keep``."""
-    target = folder / f"step-{step:09d}"
-    with atomic_folder(target) as partial:
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, partial / "state.safetensors")
-        write_json(partial / "state.json", {"format": FORMAT, "step": step, **info})
-    for old in _states(folder)[:-keep]:
-        shutil.rmtree(old)
-    return target
-
-
-def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Load the newest state of a run, or ``None`` where there is none.
-
-    Raises:
-        MxdError: the newest state is damaged.
-    """
-    states = _states(folder)
-    if not states:
-        return None
-    try:
-        return load_file(states[-1] / "state.safetensors"), read_json(states[-1] / "state.json")
-    except (OSError, SafetensorError) as error:
-        raise MxdError(f"cannot read {states[-1]}: {error}. Delete it to continue from the state before it.") from error
-
-
 def _replaceable(folder: Path) -> bool:
     """Whether saving may replace a folder: it is empty, or holds a layer."""
     if not folder.is_dir():
@@ -488,38 +464,102 @@ def _replaceable(folder: Path) -> bool:
         return False
 
 
-def _states(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*")) if folder.is_dir() else []
-
-
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder that takes the target's place when the block ends well, and vanishes when it does not.
 
+    Whatever happens, a power cut included, a reader finds the target whole or not at all.
+
     Raises:
         MxdError: the disk is full or the place cannot be written.
     """
-    try:
+    partial = partial_name(target)
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.parent / f".{target.name}.{uuid4().hex[:8]}"
         partial.mkdir()
-    except OSError as error:
-        raise MxdError(f"cannot write to {target.parent}: {error}.") from error
     try:
-        yield partial
-        for file in (path for path in partial.rglob("*") if path.is_file()):
-            file.chmod(partial.stat().st_mode & 0o666)  # safetensors files are otherwise their owner's alone
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        with writing(target):
+            yield partial
+            for path in partial.rglob("*"):
+                settle(path)
+            publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_name(target: Path) -> Path:
+    """Return a new name beside the target for what is not finished; ``clear_partials`` knows it."""
+    return target.with_name(f".{target.name}.{uuid4().hex[:8]}")
+
+
+def clear_partials(folder: Path) -> None:
+    """Remove the unfinished folders that killed saves left in a folder, which nobody else may be writing to."""
+    for path in folder.glob(".*"):
+        if path.is_dir() and re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Say in one line why something could not be written."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise MxdError(
             f"cannot write {target}: {error}. Free space or choose another folder; nothing was lost."
         ) from error
+
+
+def settle(path: Path) -> None:
+    """Give a new file the mode that any new file has, and wait until it is on the disk; a folder likewise."""
+    if path.is_file():
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors files are otherwise their owner's alone
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system syncs folders
+            raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(handle)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a finished folder, whose files are settled, its name; what had it before goes when that is done.
+
+    Raises:
+        OSError: it could not; the target is as it was.
+    """
+    settle(partial)
+    before = partial_name(target) if target.exists() else None
+    if before is not None:
+        target.rename(before)
+    try:
+        partial.rename(target)
+    except OSError:
+        if before is not None:
+            before.rename(target)
+        raise
+    settle(target.parent)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; it is there whole, and on the disk, or as it was before.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    partial = partial_name(path)
+    with writing(path):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            settle(partial)
+            partial.replace(path)
+            settle(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

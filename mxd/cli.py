@@ -93,7 +93,7 @@ def cache(config: Path, folder: Path, *overrides: Annotated[str, Parameter(allow
         overrides: fields to set, by dotted name.
     """
     from mxd.config import load_config
-    from mxd.train import cache_activations
+    from mxd.stream import cache_activations
 
     cache_activations(load_config(config, overrides), folder)
     _say(f"done: {folder}\nnext: mxd train {config} --data.cache {folder} (with the same overrides)")
@@ -235,27 +235,27 @@ def structure(
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
-    """Measure the rank of the units' weights, and name the units that lead on the text and on template prompts.
+    """Measure the rank of the units' weights, and name the units that lead on the text and at template prompts.
 
     Args:
         checkpoints: as for evaluate.
         tokens: positions over which leads and rates are counted.
         experts: units whose rank is computed, from unit 0 on.
-        prompt: a prompt at whose last token to name the leading unit; give it several times for several.
+        prompt: a prompt at whose last token to name the three leading units; give it several times for several.
         seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
         out: JSON file; by default structure.json in the first folder.
     """
     subject = on.open("structure", checkpoints)
     from mxd.evaluation.structure import PROMPTS, evaluate_structure
-    from mxd.report.terminal import structure_table
+    from mxd.report.terminal import leaders_table, structure_table
 
     found = subject.document(
         evaluate_structure(subject.base, subject.trained, subject.blocks(seed), tokens, experts, prompt or PROMPTS),
         tokens_asked=tokens,
         seed=seed,
     )
-    _print(structure_table(found))
+    _print(structure_table(found), *(leaders_table(name, one) for name, one in found["results"].items()))
     _save(found, checkpoints, "structure", out)
 
 

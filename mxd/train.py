@@ -17,143 +17,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, activation_batches, ahead, buffer_bytes
-from mxd.cache import cache_bytes, cached_batches, cached_tokens, check_cache, claim_cache, write_cache
-from mxd.checkpoint import Provenance, fit_tensors, load_state, save_layer, save_state, versions
-from mxd.config import RunConfig, TrainingConfig, dump_config
-from mxd.data import documents, special_ids, token_blocks
+from mxd.activations import Batch, Cursor
+from mxd.checkpoint import Provenance, fit_tensors, save_layer, versions
+from mxd.config import RunConfig, dump_config
 from mxd.errors import MxdError
-from mxd.layers import Code, ReplacementConfig, ReplacementLayer, size
-from mxd.losses import normalize, squared_error
-from mxd.model import FrozenModel, load_frozen
-from mxd.ops import Proposals
+from mxd.jobs import Job, learning_rate, new_job, train_step
+from mxd.model import FrozenModel
+from mxd.plan import check_memory, plan_layers
 from mxd.progress import console, progress
-
-ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+from mxd.state import load_state, save_state
+from mxd.stream import activation_stream, fingerprints, load_base, masked_ids_of
 
 
 class Interrupted(MxdError):
     """Training was stopped by the user; everything was saved."""
-
-
-class Stats:
-    """What is counted between two lines of metrics, and when each unit was last active. All of it is saved."""
-
-    def __init__(self, units: int, width: int, device: torch.device) -> None:
-        self.sums = {
-            name: torch.zeros(shape, device=device)
-            for name, shape in {"loss": (), "error": (), "y": (width,), "y_squared": (), "active": ()}.items()
-        }
-        self.tokens = 0
-        self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def see(self, y: Tensor, error: Tensor, loss: Tensor, code: Code, tokens_seen: int) -> None:
-        """Count one (micro-)batch."""
-        self.tokens += len(y)
-        self.sums["loss"] += loss.detach() * len(y)
-        self.sums["error"] += error.detach().sum()
-        self.sums["y"] += y.sum(0)
-        self.sums["y_squared"] += torch.linalg.vector_norm(y).square()
-        active = code.values > 0
-        self.sums["active"] += active.sum()
-        if code.all_units:
-            self.last_active[active.any(0)] = tokens_seen
-        else:
-            self.last_active[code.indices[active]] = tokens_seen
-
-    def report(self, tokens_seen: int, dead_after: int) -> dict[str, float]:
-        """Return the metrics since the last report, and begin anew."""
-        n = max(self.tokens, 1)
-        total = self.sums["y_squared"] - self.sums["y"].square().sum() / n
-        values = {
-            "normalized_mse": float(self.sums["loss"] / n),
-            "fvu": float(self.sums["error"] / total),
-            "l0": float(self.sums["active"] / n),
-            "dead_share": float((tokens_seen - self.last_active >= dead_after).float().mean()),
-        }
-        for value in self.sums.values():
-            value.zero_()
-        self.tokens = 0
-        return values
-
-
-@dataclass
-class Job:
-    """One replacement under training."""
-
-    name: str
-    number: int
-    layer: ReplacementLayer
-    optimizer: torch.optim.Adam
-    stats: Stats
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the job's state, by name."""
-        found = {f"layer/{k}": v for k, v in self.layer.state_dict().items()}
-        for key, parameter in self.layer.named_parameters():
-            for moment in ADAM_MOMENTS:
-                value = self.optimizer.state[parameter].get(moment)
-                found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else value
-        found |= {f"sum/{k}": v for k, v in self.stats.sums.items()}
-        return found | {"last_active": self.stats.last_active}
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put saved tensors back in place."""
-        self.layer.load_state_dict({k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")})
-        names = [key for key, _ in self.layer.named_parameters()]
-        state = {i: {m: tensors[f"adam/{m}/{key}"] for m in ADAM_MOMENTS} for i, key in enumerate(names)}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-        for key, value in self.stats.sums.items():
-            value.copy_(tensors[f"sum/{key}"])
-        self.stats.last_active.copy_(tensors["last_active"])
-
-
-def train_step(
-    job: Job,
-    x: Float[Tensor, "tokens d_in"],
-    y: Float[Tensor, "tokens d_out"],
-    lr: float,
-    tokens_seen: int,
-    accumulation: int = 1,
-    clip_norm: float | None = None,
-) -> None:
-    """Take one optimiser step of one replacement (MxD, section 3.1).
-
-    Args:
-        job: the replacement.
-        x: what the layer reads.
-        y: the MLP's outputs.
-        lr: learning rate of this step.
-        tokens_seen: tokens trained on, this batch included.
-        accumulation: number of equal parts the batch is processed in.
-        clip_norm: largest gradient norm.
-    """
-    job.optimizer.zero_grad(set_to_none=True)
-    for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-        code = job.layer.encode(x_part)
-        error = squared_error(job.layer.decode(x_part, code), y_part)
-        loss = normalize(error, y_part)
-        ((loss + job.layer.penalty(code)) / accumulation).backward()
-        job.stats.see(y_part, error, loss, code, tokens_seen)
-    if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(job.layer.parameters(), clip_norm)
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr
-    job.optimizer.step()
-
-
-def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Return the rate of step 0, 1, ...: linear warm-up, then constant, or falling linearly to zero after the last."""
-    settings = training.settings
-    rise = min(1.0, (step + 1) / (settings.warmup_steps + 1))
-    left = (training.steps - step) / max(1, training.steps - settings.warmup_steps)
-    return settings.lr * rise * (min(1.0, left) if settings.decay else 1.0)
 
 
 def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
@@ -181,9 +61,9 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
     if accelerator.num_processes > 1:
         raise MxdError(f"started as {accelerator.num_processes} processes; mxd trains in one process so far.")
     keep_freed_memory()
-    base = _load_base(config, model)
+    base = load_base(config, model)
     plans = plan_layers(config, base)
-    _check_memory(config, base, plans)
+    check_memory(config, base, plans)
     jobs = [
         new_job(name, number, layer, config.seed, base.device, config.training.proposals)
         for name, (number, layer) in plans.items()
@@ -205,113 +85,6 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
     with _products(config.training.tf32):
         run.loop(stream)
     return config.folder
-
-
-def activation_stream(config: RunConfig, base: FrozenModel, start: Cursor | None = None) -> Iterator[Batch]:
-    """Return the batches a run trains on: from its cache where ``data.cache`` names one, else live from the model.
-
-    Raises:
-        MxdError: no text, no tokenizer, or a cache of something else or with too few tokens.
-    """
-    data, training = config.data, config.training
-    if data.cache is not None:
-        folder = Path(data.cache)
-        check_cache(folder, _identity(config, base))
-        if cached_tokens(folder) < training.steps * training.batch_tokens:
-            raise MxdError(
-                f"the activation cache {folder} holds {cached_tokens(folder):,} tokens, the run asks for "
-                f"{training.tokens:,}; lower training.tokens, or go on with: mxd cache CONFIG {folder}"
-            )
-        return ahead(cached_batches(folder, config.layers, start, base.device), depth=2)
-    if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
-    texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed)
-    contexts = max(1, training.buffer_tokens // data.context)
-    return activation_batches(
-        base,
-        config.layers,
-        (lambda first: ahead(blocks(first), contexts)) if data.streaming else blocks,
-        training.batch_tokens,
-        training.buffer_tokens,
-        _masked_ids(config, base),
-        config.seed,
-        forward_contexts=max(1, 4096 // data.context),
-        start=start,
-    )
-
-
-def cache_activations(config: RunConfig, folder: Path, model: Any = None) -> None:
-    """Write the activations that a run trains on to disk; an interrupted cache is continued.
-
-    Args:
-        config: the run; ``layers``, ``data``, ``seed`` and the sizes and number of its batches count.
-        folder: where the cache goes.
-        model: a loaded base model, used in place of ``config.model.source``.
-
-    Raises:
-        MxdError: anything wrong with config, model, text or disk.
-    """
-    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
-    base = _load_base(config, model)
-    for number in config.layers:
-        base.check_layer(number)
-    tokens = config.training.steps * config.training.batch_tokens
-    widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.layers)]
-    start = claim_cache(folder, _identity(config, base), cache_bytes(widths, tokens))
-    write_cache(folder, activation_stream(config, base, start), tokens)
-
-
-def _load_base(config: RunConfig, model: Any) -> FrozenModel:
-    settings = config.model
-    return load_frozen(
-        model if model is not None else settings.source,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
-def _masked_ids(config: RunConfig, base: FrozenModel) -> list[int]:
-    return special_ids(base.tokenizer) if config.data.mask_special and base.tokenizer is not None else []
-
-
-def _fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
-    return {str(number): base.fingerprint(number) for number in config.layers}
-
-
-def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
-    """What makes a stream of batches what it is: equal identities give equal batches."""
-    return {
-        "data": config.data.model_dump(exclude={"cache"}),
-        "masked_ids": _masked_ids(config, base),
-        "seed": config.seed,
-        "batch_tokens": config.training.batch_tokens,
-        "buffer_tokens": config.training.buffer_tokens,
-        "model_dtype": str(next(base.module.parameters()).dtype).removeprefix("torch."),
-        "fingerprints": _fingerprints(config, base),
-    }
-
-
-def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
-    """Return name -> (block, complete config) for everything the run trains.
-
-    Raises:
-        MxdError: a layer out of range, a size that does not fit, or two replacements that are the same.
-    """
-    plans: dict[str, tuple[int, ReplacementConfig]] = {}
-    for number in config.layers:
-        base.check_layer(number)
-        shape = base.mlp_shape(number)
-        for wanted in config.replacements:
-            complete = size(wanted.inherit(shape), config.sizing.expansion, config.sizing.match)
-            name = f"layer{number}-{complete.slug}"
-            taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
-            if any(plans[n] == (number, complete) for n in taken):
-                raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
-            plans[f"{name}-v{len(taken) + 1}" if taken else name] = (number, complete)
-    return plans
 
 
 class _Run:
@@ -429,12 +202,12 @@ class _Run:
             "counted": {job.name: job.stats.tokens for job in self.jobs},
             "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
             "reported": self.reported,
-            "fingerprints": _fingerprints(self.config, self.base),
+            "fingerprints": fingerprints(self.config, self.base),
         }
         save_state(self.config.folder / "state", self.step, tensors, info)
 
     def restore(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        if info["fingerprints"] != _fingerprints(self.config, self.base):
+        if info["fingerprints"] != fingerprints(self.config, self.base):
             raise MxdError(
                 f"{self.config.folder} was trained on another base model than "
                 f"{self.base.source!r}; resume with that one."
@@ -458,7 +231,7 @@ class _Run:
             layer=job.number,
             fingerprint=self.base.fingerprint(job.number),
             model_dtype=str(next(self.base.module.parameters()).dtype).removeprefix("torch."),
-            masked_ids=tuple(_masked_ids(config, self.base)),
+            masked_ids=tuple(masked_ids_of(config, self.base)),
             data=config.data.model_dump(),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
             tokens=self.seen,
@@ -466,16 +239,6 @@ class _Run:
             versions=versions(),
         )
         save_layer(config.folder / job.name, job.layer, provenance, {"training": self.reported.get(job.name, {})})
-
-
-def new_job(
-    name: str, number: int, config: ReplacementConfig, seed: int, device: torch.device, proposals: Proposals = "float32"
-) -> Job:
-    """Return a replacement at the beginning of its training."""
-    layer = config.build(seed).to(device).train()
-    layer.sparsity.proposals = proposals
-    optimizer = torch.optim.Adam(layer.parameters(), fused=device.type in ("cpu", "cuda"))
-    return Job(name, number, layer, optimizer, Stats(layer.num_units, config.d_out or 0, device))
 
 
 @contextmanager
@@ -522,26 +285,6 @@ def _claim(config: RunConfig, resume: bool) -> None:
             f"{existing} differs from this config, so the run cannot continue as it was. "
             f"Resume with: mxd train {existing} --resume"
         )
-
-
-def _check_memory(config: RunConfig, base: FrozenModel, plans: Mapping[str, tuple[int, ReplacementConfig]]) -> None:
-    """Say so before starting if parameters, gradients, moments and the buffer cannot fit."""
-    state = sum(16 * layer.num_params for _, layer in plans.values())
-    shapes = [base.mlp_shape(number) for number in config.layers]
-    buffer = buffer_bytes([(s.d_in, s.d_out) for s in shapes], config.training.buffer_tokens)
-    free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else psutil.virtual_memory().available
-    if state + buffer > free:
-        raise MxdError(
-            f"the run needs {(state + buffer) / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {base.device}: "
-            f"{state / 2**30:.1f} GiB for weights, gradients and Adam's moments of {len(plans)} replacements, "
-            f"{buffer / 2**30:.1f} GiB for the activation buffer. Lower training.buffer_tokens or sizing.expansion, or "
-            "train fewer replacements at a time."
-        )
-    console.print(
-        f"{len(plans)} replacements, {sum(c.num_params for _, c in plans.values()):,} parameters; "
-        f"memory: {state / 2**30:.2f} GiB of state, {buffer / 2**30:.2f} GiB of activations",
-        soft_wrap=True,
-    )
 
 
 @dataclass

@@ -27,8 +27,11 @@ from mxd.checkpoint import versions
 from mxd.config import RunConfig, parse_config
 from mxd.data import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
+from mxd.jobs import new_job, train_step
 from mxd.model import FrozenModel, load_frozen
-from mxd.train import activation_stream, cache_activations, new_job, plan_layers, train, train_step
+from mxd.plan import plan_layers
+from mxd.stream import activation_stream, cache_activations
+from mxd.train import train
 
 SMOLLM2 = "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
 REPLACEMENTS: list[dict[str, Any]] = [

@@ -24,10 +24,12 @@ import torch
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
 from mxd.evaluation.faithfulness import Reconstruction
+from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import reference
+from mxd.plan import plan_layers
 from mxd.progress import progress
-from mxd.train import Job, activation_stream, learning_rate, new_job, plan_layers, train_step
+from mxd.stream import activation_stream
 
 PATHS = ("plain", "float32", "bfloat16")
 

@@ -21,7 +21,8 @@ from mxd.cache import cache_bytes, cached_batches, cached_tokens, check_cache, c
 from mxd.config import parse_config
 from mxd.errors import MxdError
 from mxd.model import load_frozen
-from mxd.train import cache_activations, train
+from mxd.stream import cache_activations
+from mxd.train import train
 
 BATCH, LAYERS, MASKED = 8, (0, 2), (0, 1, 2, 3, 4)
 IDENTITY = {"data": {"source": "a.jsonl", "context": 9}, "seed": 0, "fingerprints": {"0": "aa", "2": "bb"}}
@@ -477,7 +478,7 @@ def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2
         raise AssertionError("the text was read, or the base model run")
 
     for name in ("documents", "token_blocks", "activation_batches"):
-        monkeypatch.setattr(importlib.import_module("mxd.train"), name, fail)
+        monkeypatch.setattr(importlib.import_module("mxd.stream"), name, fail)
     monkeypatch.setattr(type(gpt2), "record", fail)
     assert_same_run(train(run(tmp_path / "cached", text, cached), model=gpt2), live_run)
     assert len(state_of(live_run)[1]) == 6 * 5

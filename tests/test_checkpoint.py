@@ -17,14 +17,13 @@ from mxd.checkpoint import (
     find_layers,
     fit_tensors,
     load_layer,
-    load_state,
     save_layer,
-    save_state,
 )
 from mxd.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import RandomKConfig, ReLUL1Config, TopKConfig
+from mxd.state import load_state, save_state
 
 SHAPE = MLPShape(8, 8, 16, "gelu_tanh", False)
 PROVENANCE = Provenance(

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from mxd.checkpoint import load_layer, read_config
 from mxd.config import RunConfig, dump_config, parse_config
 from mxd.errors import MxdError
+from mxd.jobs import learning_rate, new_job
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
-from mxd.train import Interrupted, learning_rate, new_job, plan_layers, train
+from mxd.plan import plan_layers
+from mxd.train import Interrupted, train
 
 TIMING = ("seconds", "tokens_per_second")
 
@@ -230,7 +232,7 @@ def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.plan")
 
     class Little:
         available = 2**20
@@ -258,7 +260,7 @@ def test_poisoned_activations_stop_the_run_and_lose_nothing(tmp_path: Path) -> N
 
 
 def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.stream")
 
     texts = module.documents("bundled", "validation")[:6]
     monkeypatch.setattr(module, "documents", lambda *args: iter(texts))
@@ -320,7 +322,7 @@ def test_names_tell_settings_apart(tmp_path: Path) -> None:
 def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.jobs")
 
     seen, real = [], module.Stats.see
 

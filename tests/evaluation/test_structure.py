@@ -78,12 +78,13 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
         assert leads[got["leader"]["unit"]] == leads.max()
         assert got["leader"]["share"] == pytest.approx(leads.max() / len(code))
         assert [one["prompt"] for one in got["leading"]] == prompts
-        for one in got["leading"]:
-            ids = np.array([[0, *gpt2.tokenizer(one["prompt"])["input_ids"]]])
+        for row in got["leading"]:
+            ids = np.array([[0, *gpt2.tokenizer(row["prompt"])["input_ids"]]])
             last = dense_code(gpt2, number, layer, ids)[0, -1]
-            assert one["unit"] == last.argmax()
-            assert one["strength"] == pytest.approx(last.max(), rel=1e-4)
-            assert one["rate"] == pytest.approx((code[:, one["unit"]] > 0).mean())
+            assert [one["unit"] for one in row["units"]] == np.argsort(-last)[:3].tolist()
+            for one in row["units"]:
+                assert one["strength"] == pytest.approx(last[one["unit"]], rel=1e-4)
+                assert one["rate"] == pytest.approx((code[:, one["unit"]] > 0).mean())
 
 
 def test_a_shared_expert_leads_everywhere(gpt2, rows):
@@ -91,8 +92,17 @@ def test_a_shared_expert_leads_everywhere(gpt2, rows):
     layer.gate_bias.data[6] = 1e3
     (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
     assert got["leader"] == {"unit": 6, "share": 1.0}
-    assert {one["unit"] for one in got["leading"]} == {6} and len(got["leading"]) == len(PROMPTS)
-    assert {one["rate"] for one in got["leading"]} == {1.0}
+    first, second = ([row["units"][place] for row in got["leading"]] for place in (0, 1))
+    assert {one["unit"] for one in first} == {6} and len(first) == len(PROMPTS)
+    assert {one["rate"] for one in first} == {1.0} and all(one["rate"] < 1 for one in second)
+
+
+def test_fewer_units_are_named_where_fewer_are_active(gpt2):
+    layer = layer_for(gpt2, 1)
+    layer.gate_bias.data.fill_(-1e3)
+    layer.gate_bias.data[4], layer.gate_bias.data[9] = 1e3, 2e3
+    ((row,),) = leading_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, ["The army"]).values()
+    assert [one["unit"] for one in row["units"]] == [9, 4]
 
 
 def test_a_layer_that_is_never_active_leads_nowhere(gpt2, rows):
@@ -148,4 +158,8 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     (result,) = json.loads((tmp_path / "structure.json").read_text())["results"].values()
     assert result["experts"] == 5 and result["normalized_rank"] == 1
     assert [one["prompt"] for one in result["leading"]] == ["The army", "In 1990"]
-    assert " ".join(str(one["unit"]) for one in result["leading"]) in out and "1.0000" in out
+    assert "1.0000" in out
+    for row in result["leading"]:
+        (line,) = [line for line in out.splitlines() if f" {row['prompt']} " in line]
+        for one in row["units"]:
+            assert f"#{one['unit']} {one['strength']:.3g} ({one['rate']:.1%})" in line

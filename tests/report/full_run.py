@@ -127,7 +127,8 @@ def generated(rng: Any, name: str, n: int) -> dict[str, Any]:
 
 
 def structured(rng: Any, name: str, n: int) -> dict[str, Any]:
-    leading = [{"prompt": f"p{i} {EVIL}", "unit": i % 2, "strength": 1.5, "rate": 0.1} for i in range(3)]
+    units = [{"unit": u, "strength": 1.5 - u, "rate": 0.125 * (u + 1)} for u in range(2)]
+    leading = [{"prompt": f"p{i} {EVIL}", "units": units[i % 2 :]} for i in range(3)]
     return {"normalized_rank": [0.99, 0.125, 0.5][n % 3], "experts": UNITS, "leading": leading}
 
 

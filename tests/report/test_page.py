@@ -160,6 +160,13 @@ def test_markdown_has_the_same_tables_and_shows_text_literally(run, page):
     assert len(rows) > 50 and all(line.endswith("|") for line in rows)
 
 
+def test_the_units_that_lead_at_a_prompt_stand_with_strength_and_rate(run, page):
+    shown = {text: source for source, text in Reader(page).cells if text.startswith("#")}
+    assert set(shown) == {"#0 1.5 (12.5%), #1 0.5 (25.0%)", "#1 0.5 (25.0%)"}
+    assert all([one["unit"] for one in looked_up(run, source)][0] == int(text[1]) for text, source in shown.items())
+    assert r"\#0 1.5 (12.5%), \#1 0.5 (25.0%)" in (run / "report.md").read_text()
+
+
 def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):
     folder = fill(tmp_path / "big", ks=(32,))
     document = json.loads((folder / "units.json").read_text())
