@@ -4,13 +4,16 @@ The stream is cut into windows of ``buffer_tokens`` tokens. The base model runs 
 and outputs of every wanted MLP are kept, and the window's tokens are permuted and handed out in batches. Nothing is
 carried from one window to the next but a position in the text, so a run resumes exactly by recomputing one window.
 (The paper refills a buffer when half empty, which mixes as many tokens but has a memory of its whole past.)
+
+In a launch of many processes each runs the base model over its part of a window's contexts, and gets from the others
+the rows of the batches that it trains on. The batches are those of one process, whatever the number.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.data import Blocks, mask_of
+from mxd.distributed import ALONE, Processes
 from mxd.errors import MxdError
 from mxd.model import FrozenModel
 
@@ -49,11 +53,37 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one process takes from the stream: the activations of some layers, one of the equal parts of each batch."""
+
+    layers: tuple[int, ...]
+    part: int = 0
+    parts: int = 1
+
+    def rows(self, tokens: int) -> slice:
+        """Return which rows of a batch of so many tokens."""
+        size = tokens // self.parts
+        return slice(self.part * size, (self.part + 1) * size)
+
+
+@dataclass(frozen=True)
 class _Window:
     rows: Int[np.ndarray, "contexts context"]
     counted: list[Int[np.ndarray, " _"]]
     next: Cursor
     """Where the next window begins."""
+
+    def part(self, processes: Processes) -> "_Window":
+        """Return the contexts that this process runs the base model over."""
+        own = slice(*(len(self.rows) * r // processes.world for r in (processes.rank, processes.rank + 1)))
+        if own.start == own.stop:  # fewer contexts than processes: one is run for the widths, and nothing kept of it
+            return _Window(self.rows[:1], [self.counted[0][:0]], self.next)
+        return _Window(self.rows[own], self.counted[own], self.next)
+
+
+class _Filled(NamedTuple):
+    ids: Int[Tensor, " tokens"]
+    sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
 
 
 def buffer_bytes(widths: Sequence[tuple[int, int]], buffer_tokens: int) -> int:
@@ -71,6 +101,8 @@ def activation_batches(
     seed: int = 0,
     forward_contexts: int = 32,
     start: Cursor | None = None,
+    processes: Processes = ALONE,
+    shares: Sequence[Share] | None = None,
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
 
@@ -84,6 +116,9 @@ def activation_batches(
         seed: orders the tokens of a window.
         forward_contexts: contexts the base model runs over at a time.
         start: where to begin.
+        processes: those that run this stream together, with the same arguments.
+        shares: what each of them takes of every batch; by default everything. ``batch_tokens`` is a multiple of
+            every share's ``parts``.
 
     Raises:
         MxdError: an activation is not finite, a target has norm zero, or the mask leaves nothing.
@@ -92,24 +127,34 @@ def activation_batches(
     per_window = max(1, buffer_tokens // batch_tokens)
     source = blocks(cursor.context)
     held: np.ndarray | None = None
+    shares = shares or [Share(tuple(layers))] * processes.world
+    own = shares[processes.rank]
     while True:
-        window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
-        if window is None:
+        with processes.together():
+            window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
+            filled = _fill(model, layers, window.part(processes), forward_contexts) if window is not None else None
+        if window is None or filled is None:
             return
-        ids, buffers = _fill(model, layers, window, forward_contexts)
-        means = {layer: (x.mean(0), y.mean(0)) for layer, (x, y) in buffers.items()}
+        total = sum(map(len, window.counted))
+        means = {
+            layer: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
+            for layer, (x, y) in filled.sites.items()
+        }
         generator = torch.Generator().manual_seed(
             int(np.random.default_rng([seed, cursor.context, cursor.offset]).integers(2**62))
         )
-        order = torch.randperm(len(ids), generator=generator).to(model.device)
-        whole = len(ids) // batch_tokens
+        whole = total // batch_tokens
+        order = torch.randperm(total, generator=generator)[: whole * batch_tokens].view(whole, batch_tokens)
+        order = order.to(model.device)
+        if processes.world > 1:
+            filled, order = _dealt(filled, order, shares, processes)
         for b in range(cursor.batch, whole):
-            rows = order[b * batch_tokens : (b + 1) * batch_tokens]
+            rows = order[b]
             here = Cursor(cursor.context, cursor.offset, b + 1)
             yield Batch(
-                sites={layer: (x[rows], y[rows]) for layer, (x, y) in buffers.items()},
-                ids=ids[rows],
-                means=means,
+                sites={layer: (filled.sites[layer][0][rows], filled.sites[layer][1][rows]) for layer in own.layers},
+                ids=filled.ids[rows],
+                means={layer: means[layer] for layer in own.layers},
                 cursor=here if b + 1 < whole else window.next,
             )
         if whole < per_window:
@@ -164,9 +209,7 @@ def _plan(
     return _Window(np.stack(rows), counted, Cursor(context, offset)), held
 
 
-def _fill(
-    model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int
-) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int) -> _Filled:
     """Run the base model over a window and keep the counted positions' activations."""
     total = sum(map(len, window.counted))
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -187,7 +230,46 @@ def _fill(
         done = stop
     for layer, (x, y) in buffers.items():
         _check(layer, x, y, kept_ids, model)
-    return kept_ids, buffers
+    return _Filled(kept_ids, buffers)
+
+
+def _dealt(
+    filled: _Filled, order: Int[Tensor, "batches tokens"], shares: Sequence[Share], processes: Processes
+) -> tuple[_Filled, Int[Tensor, "batches part"]]:
+    """Exchange rows, so that each process has those of its share and no more, already in order.
+
+    Args:
+        filled: the rows that this process has computed; those of rank 0 are the window's first, and so on.
+        order: the window's rows in each batch.
+        shares: what each process takes.
+        processes: all of them.
+
+    Returns:
+        The rows of this process's share, and which of them are in each batch.
+    """
+    rank = processes.rank
+    ends = torch.tensor(processes.gather(len(filled.ids)), device=order.device).cumsum(0)
+    low = int(ends[rank]) - len(filled.ids)
+    wanted = [order[:, share.rows(order.shape[1])].reshape(-1) for share in shares]
+    mine = [rows[(rows >= low) & (rows < ends[rank])] - low for rows in wanted]
+    holder = torch.bucketize(wanted[rank], ends, right=True)
+    places = holder.argsort(stable=True)
+    held = torch.bincount(holder, minlength=processes.world).tolist()
+
+    def deal(tensor: Tensor, layer: int | None) -> Tensor:
+        takes = [layer is None or layer in share.layers for share in shares]
+        rows = torch.cat([tensor[m] for m, taken in zip(mine, takes, strict=True) if taken] or [tensor[:0]])
+        counts = [len(m) if taken else 0 for m, taken in zip(mine, takes, strict=True)]
+        received = processes.exchange(rows, counts, held if takes[rank] else [0] * processes.world)
+        if not takes[rank]:
+            return received
+        found = torch.empty_like(received)
+        found[places] = received
+        return found
+
+    ids = deal(filled.ids, None)
+    sites = {layer: (deal(x, layer), deal(y, layer)) for layer, (x, y) in filled.sites.items()}
+    return _Filled(ids, sites), torch.arange(len(ids), device=order.device).view(len(order), -1)
 
 
 def _check(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:

@@ -106,6 +106,10 @@ class Processes:
         return number, Processes(place, size, handles[number])
 
 
+ALONE = Processes()
+"""A launch of one process."""
+
+
 def local_device(device: str) -> str:
     """Return the device of this process: where ``auto`` or ``cuda`` is asked for, each takes a GPU of its own."""
     if "LOCAL_RANK" in os.environ and device in ("auto", "cuda") and torch.cuda.is_available():
