@@ -10,7 +10,7 @@ the rows of the batches that it trains on. The batches are those of one process,
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -25,6 +25,7 @@ from mxd.data import Blocks, mask_of
 from mxd.distributed import ALONE, Processes
 from mxd.errors import MxdError
 from mxd.model import FrozenModel
+from mxd.stop import Stopped
 
 T = TypeVar("T")
 
@@ -73,6 +74,11 @@ class _Window:
     next: Cursor
     """Where the next window begins."""
 
+    @property
+    def tokens(self) -> int:
+        """Positions that count."""
+        return sum(map(len, self.counted))
+
     def part(self, processes: Processes) -> "_Window":
         """Return the contexts that this process runs the base model over."""
         own = slice(*(len(self.rows) * r // processes.world for r in (processes.rank, processes.rank + 1)))
@@ -84,6 +90,10 @@ class _Window:
 class _Filled(NamedTuple):
     ids: Int[Tensor, " tokens"]
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
+
+
+Mine = Callable[[Cursor, int], bool]
+"""``mine(start, batches)``: whether a window is wanted."""
 
 
 def buffer_bytes(widths: Sequence[tuple[int, int]], buffer_tokens: int) -> int:
@@ -103,6 +113,7 @@ def activation_batches(
     start: Cursor | None = None,
     processes: Processes = ALONE,
     shares: Sequence[Share] | None = None,
+    mine: Mine | None = None,
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
 
@@ -119,6 +130,7 @@ def activation_batches(
         processes: those that run this stream together, with the same arguments.
         shares: what each of them takes of every batch; by default everything. ``batch_tokens`` is a multiple of
             every share's ``parts``.
+        mine: asked for every window in turn, with its place and its number of batches: those it declines are not run.
 
     Raises:
         MxdError: an activation is not finite, a target has norm zero, or the mask leaves nothing.
@@ -132,6 +144,9 @@ def activation_batches(
     while True:
         with processes.together():
             window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
+            while window is not None and mine is not None and not mine(cursor, window.tokens // batch_tokens):
+                cursor = window.next
+                window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
             filled = _fill(model, layers, window.part(processes), forward_contexts) if window is not None else None
         if window is None or filled is None:
             return
@@ -160,6 +175,7 @@ def activation_batches(
         if whole < per_window:
             return
         cursor = window.next
+        del filled, order  # before the next window is filled: one is the largest part of a run's memory
 
 
 def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
@@ -167,15 +183,18 @@ def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
 
     For work that waits (on a disk, on the Hub, for the tokenizer); what it raises is raised here, in its place.
     """
-    end = object()
-    with ThreadPoolExecutor(1, "mxd-ahead") as worker:
-        try:
-            pending = deque(worker.submit(next, items, end) for _ in range(depth))
-            while (item := pending.popleft().result()) is not end:
-                pending.append(worker.submit(next, items, end))
-                yield item  # type: ignore[misc]
-        finally:  # nobody waits for what nobody will read
-            worker.shutdown(cancel_futures=True)
+    end, wait = object(), True
+    worker = ThreadPoolExecutor(1, "mxd-ahead")
+    try:
+        pending = deque(worker.submit(next, items, end) for _ in range(depth))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(worker.submit(next, items, end))
+            yield item  # type: ignore[misc]
+    except Stopped:
+        wait = False  # the next item may never come
+        raise
+    finally:  # nobody waits for what nobody will read
+        worker.shutdown(wait, cancel_futures=True)
 
 
 def _plan(

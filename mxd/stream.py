@@ -1,33 +1,98 @@
 """A run's config -> the batches it trains on: from its cache where it names one, else live from the base model."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mxd.activations import Batch, Cursor, activation_batches, ahead
-from mxd.cache import cache_bytes, cached_batches, cached_tokens, check_cache, claim_cache, write_cache
+from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead
+from mxd.cache import (
+    Dtype,
+    cache_bytes,
+    cached_batches,
+    cached_tokens,
+    check_cache,
+    claim_cache,
+    mixed_batches,
+    write_cache,
+)
 from mxd.config import RunConfig
 from mxd.data import documents, special_ids, token_blocks
+from mxd.distributed import ALONE, Processes, launched, local_device
 from mxd.errors import MxdError
 from mxd.model import FrozenModel, load_frozen
+from mxd.store import Location
+
+ORDER = ("seed", "batch_tokens", "buffer_tokens")
+"""What a stream's order is drawn from, beyond what it is of."""
 
 
-def activation_stream(config: RunConfig, base: FrozenModel, start: Cursor | None = None) -> Iterator[Batch]:
+def activation_stream(
+    config: RunConfig,
+    base: FrozenModel,
+    start: Cursor | None = None,
+    processes: Processes = ALONE,
+    shares: Sequence[Share] | None = None,
+) -> Iterator[Batch]:
     """Return the batches a run trains on: from its cache where ``data.cache`` names one, else live from the model.
+
+    Args:
+        config: the run.
+        base: its base model.
+        start: where to begin.
+        processes: those that run this stream together.
+        shares: what each of them takes of every batch; by default everything.
 
     Raises:
         MxdError: no text, no tokenizer, or a cache of something else or with too few tokens.
     """
+    shares = shares or [Share(config.layers)] * processes.world
+    if config.data.cache is not None:
+        return ahead(_cached(config, base, start, shares[processes.rank]), depth=2)
+    return _live(config, base, start, processes, shares)
+
+
+def cache_activations(
+    config: RunConfig,
+    location: Location,
+    model: Any = None,
+    dtype: Dtype = "float32",
+    worker: tuple[int, int] | None = None,
+) -> None:
+    """Write the activations that a run trains on to disk: every shard that is missing or damaged.
+
+    Args:
+        config: the run; ``layers``, ``data``, ``seed`` and the sizes and number of its batches count.
+        location: folder or URL where the cache goes.
+        model: a loaded base model, used in place of ``config.model.source``.
+        dtype: what activations are rounded to.
+        worker: ``(r, w)``: this is the r-th, from 0, of w that divide the work; by default the process's place in the
+            launch it belongs to.
+
+    Raises:
+        MxdError: anything wrong with config, model, text or disk.
+    """
+    with launched() as processes:
+        base = load_base(config, model)
+        for number in config.layers:
+            base.check_layer(number)
+        tokens = config.training.steps * config.training.batch_tokens
+        widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.layers)]
+        claim_cache(location, _identity(config, base), cache_bytes(widths, tokens, dtype), dtype)
+
+        def stream(start: Cursor, mine: Mine) -> Iterator[Batch]:
+            return _live(config, base, start, mine=mine)
+
+        write_cache(location, stream, tokens, worker or (processes.rank, processes.world))
+
+
+def _live(
+    config: RunConfig,
+    base: FrozenModel,
+    start: Cursor | None,
+    processes: Processes = ALONE,
+    shares: Sequence[Share] | None = None,
+    mine: Mine | None = None,
+) -> Iterator[Batch]:
     data, training = config.data, config.training
-    if data.cache is not None:
-        folder = Path(data.cache)
-        check_cache(folder, _identity(config, base))
-        if cached_tokens(folder) < training.steps * training.batch_tokens:
-            raise MxdError(
-                f"the activation cache {folder} holds {cached_tokens(folder):,} tokens, the run asks for "
-                f"{training.tokens:,}; lower training.tokens, or go on with: mxd cache CONFIG {folder}"
-            )
-        return ahead(cached_batches(folder, config.layers, start, base.device), depth=2)
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
@@ -41,30 +106,31 @@ def activation_stream(config: RunConfig, base: FrozenModel, start: Cursor | None
         training.buffer_tokens,
         masked_ids_of(config, base),
         config.seed,
-        forward_contexts=max(1, 4096 // data.context),
+        forward_contexts=data.forward_contexts,
         start=start,
+        processes=processes,
+        shares=shares,
+        mine=mine,
     )
 
 
-def cache_activations(config: RunConfig, folder: Path, model: Any = None) -> None:
-    """Write the activations that a run trains on to disk; an interrupted cache is continued.
-
-    Args:
-        config: the run; ``layers``, ``data``, ``seed`` and the sizes and number of its batches count.
-        folder: where the cache goes.
-        model: a loaded base model, used in place of ``config.model.source``.
-
-    Raises:
-        MxdError: anything wrong with config, model, text or disk.
-    """
-    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
-    base = load_base(config, model)
-    for number in config.layers:
-        base.check_layer(number)
-    tokens = config.training.steps * config.training.batch_tokens
-    widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.layers)]
-    start = claim_cache(folder, _identity(config, base), cache_bytes(widths, tokens))
-    write_cache(folder, activation_stream(config, base, start), tokens)
+def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: Share) -> Iterator[Batch]:
+    data, training, part = config.data, config.training, (share.part, share.parts)
+    identity = _identity(config, base)
+    location = data.cache or ""
+    if data.mix_shards:
+        check_cache(location, {key: value for key, value in identity.items() if key not in ORDER})
+        return mixed_batches(
+            location, share.layers, training.batch_tokens, data.mix_shards, config.seed, start, base.device, part
+        )
+    check_cache(location, identity)
+    held = cached_tokens(location)
+    if held < training.steps * training.batch_tokens:
+        raise MxdError(
+            f"the activation cache {location} holds {held:,} tokens, the run asks for {training.tokens:,}; lower "
+            f"training.tokens, set data.mix_shards to read it several times, or go on with: mxd cache CONFIG {location}"
+        )
+    return cached_batches(location, share.layers, start, base.device, part)
 
 
 def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
@@ -74,7 +140,7 @@ def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
         model if model is not None else settings.source,
         revision=settings.revision,
         dtype=settings.dtype,
-        device=settings.device,
+        device=local_device(settings.device),
         trust_remote_code=settings.trust_remote_code,
     )
 
@@ -92,11 +158,13 @@ def fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
 def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     """What makes a stream of batches what it is: equal identities give equal batches."""
     return {
-        "data": config.data.model_dump(exclude={"cache"}),
+        "site": "mlp",
+        "data": config.data.model_dump(exclude={"cache", "mix_shards"}),
         "masked_ids": masked_ids_of(config, base),
         "seed": config.seed,
         "batch_tokens": config.training.batch_tokens,
         "buffer_tokens": config.training.buffer_tokens,
-        "model_dtype": str(next(base.module.parameters()).dtype).removeprefix("torch."),
+        "revision": base.revision,
+        "model_dtype": base.dtype,
         "fingerprints": fingerprints(config, base),
     }

@@ -1,0 +1,92 @@
+"""Time writing and reading a cache of activations: in order and mixed, in each dtype, with and without verification.
+
+    python scripts/bench_cache.py [--tokens 262144] [--width 768] [--folder FOLDER] [--json FILE]
+
+The activations are random, so no base model is timed. A first reading verifies every shard, a second does not. Files
+just written are in memory: this is the speed beyond the disk's own. `mixed` mixes eight shards in batches of 4,096.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from mxd.activations import Batch, Cursor, Mine, ahead
+from mxd.cache import Dtype, Stream, cache_bytes, cached_batches, claim_cache, mixed_batches, write_cache
+from mxd.checkpoint import versions
+
+BATCH, WINDOW = 4096, 32
+"""Tokens in a batch, batches in a window: the defaults of a run."""
+
+
+def stream(width: int) -> Stream:
+    """Random batches of one layer, the same for every window."""
+    x, y = torch.randn(2, BATCH, width, generator=torch.Generator().manual_seed(0))
+    ids, means = torch.arange(BATCH), {0: (x.mean(0), y.mean(0))}
+
+    def batches(start: Cursor, mine: Mine) -> Iterator[Batch]:
+        window = start.context
+        while True:
+            if mine(Cursor(window), WINDOW):
+                for b in range(WINDOW):
+                    end = Cursor(window, 0, b + 1) if b + 1 < WINDOW else Cursor(window + 1)
+                    yield Batch({0: (x, y)}, ids, means, end)
+            window += 1
+
+    return batches
+
+
+def tokens_per_second(batches: Iterator[Batch], tokens: int) -> float:
+    """Read, as training does, and use every number once, as a step does at the least."""
+    begin = time.perf_counter()
+    for batch in islice(ahead(batches, 2), tokens // BATCH):
+        assert batch.sites[0][0].sum().isfinite() and batch.sites[0][1].sum().isfinite()
+    return tokens / (time.perf_counter() - begin)
+
+
+def measure(folder: Path, dtype: Dtype, tokens: int, width: int) -> dict[str, float]:
+    """Write a cache, and read it in every way."""
+    identity = {"batch_tokens": BATCH, "buffer_tokens": BATCH * WINDOW, "fingerprints": {"0": "random"}}
+    claim_cache(folder, identity, cache_bytes([(width, width)], tokens, dtype), dtype)
+    begin = time.perf_counter()
+    write_cache(folder, stream(width), tokens)
+    found = {"writing": tokens / (time.perf_counter() - begin)}
+    begin = time.perf_counter()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as handle:
+            hashlib.file_digest(handle, "sha256")
+    found["SHA-256 alone"] = tokens / (time.perf_counter() - begin)
+    fresh = folder.rename(folder.with_name(f"{folder.name}-moved"))  # under another name it is verified anew
+    found["in order, verified"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
+    found["in order"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
+    found["mixed"] = tokens_per_second(mixed_batches(fresh, [0], BATCH, 8), tokens)
+    return found
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=262_144)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--folder", type=Path, help="where the caches are written, and removed")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        found = {d: measure(Path(folder, d), d, args.tokens, args.width) for d in get_args(Dtype)}
+    print(f"{args.tokens:,} tokens, one layer, width {args.width}, {torch.get_num_threads()} threads; tokens/s\n")
+    print(f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
+    for name in found["float32"]:
+        print(f"| {name} | {' | '.join(f'{found[dtype][name]:,.0f}' for dtype in found)} |")
+    if args.json:
+        args.json.write_text(json.dumps({"versions": versions(), **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
