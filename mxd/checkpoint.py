@@ -33,6 +33,7 @@ from mxd.card import FIGURE, Evaluation, Member, layer_card, license_of, set_car
 from mxd.errors import MxdError
 from mxd.hub import HubReference
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
+from mxd.plain import parse_json, read_text, regular
 
 FORMAT = 1
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")
@@ -173,15 +174,24 @@ def load_layers(
 
 def _load(folder: Path) -> Trained:
     config, provenance = read_layer(folder)
-    layer = config.build()
     try:
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(regular(folder / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise MxdError(
             f"cannot read {folder}/model.safetensors: {error}. Copy or download the checkpoint again."
         ) from error
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    if config.num_params > 2 * numbers + 2**20:  # before a layer of whatever size config.json names is made
+        raise MxdError(
+            f"{folder}: config.json describes {config.num_params:,} parameters, model.safetensors holds {numbers:,}. "
+            "Copy or download the checkpoint again."
+        )
+    layer = config.build()
     fit_tensors(layer.state_dict(), tensors, str(folder))
     layer.load_state_dict(tensors)
+    for name, parameter in layer.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise MxdError(f"{folder}: {name} holds values that are no finite numbers. Copy or download it again.")
     return Trained(layer.eval().requires_grad_(False), provenance, folder)
 
 
@@ -256,6 +266,13 @@ def find_layers(
 
 
 def _layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
+    try:
+        return _matching(folder, pattern, shown)
+    except OSError as error:
+        raise MxdError(f"cannot read {shown!r}: {error.strerror}.") from error
+
+
+def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
     if (folder / "config.json").is_file():
         if pattern != "*":
             raise MxdError(f"{shown!r} is one layer, from which pattern {pattern!r} cannot choose; leave it out.")
@@ -403,7 +420,8 @@ def pull(
             for name in _layer_files(source):
                 shutil.copyfile(source / name, partial / name)
     for copy, source in beside.items():
-        _copy(source, copy)
+        with atomic_file(copy) as partial:
+            shutil.copyfile(source, partial)
     return list(copies)
 
 
@@ -428,23 +446,11 @@ def _taken(place: Path) -> MxdError:
     return MxdError(f"{place} exists and holds something else; choose another folder, or move it away.")
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy one file; it appears whole or not at all."""
-    partial = target.with_name(f".{target.name}.{uuid4().hex[:8]}")
-    try:
-        shutil.copyfile(source, partial)
-        partial.replace(target)
-    except OSError as error:
-        raise MxdError(f"cannot write {target}: {error}. Free space or choose another folder.") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def fit_tensors(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where: str) -> None:
-    """Check names and shapes of loaded tensors.
+    """Check names, shapes and kinds of loaded tensors.
 
     Raises:
-        MxdError: a tensor is missing, extra or of the wrong shape.
+        MxdError: a tensor is missing, extra, of the wrong shape, or holds whole numbers where others belong.
     """
     missing, extra = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or extra:
@@ -452,6 +458,8 @@ def fit_tensors(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where
     for name, tensor in expected.items():
         if got[name].shape != tensor.shape:
             raise MxdError(f"{where}: {name} has shape {tuple(got[name].shape)}, expected {tuple(tensor.shape)}.")
+        if got[name].dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise MxdError(f"{where}: {name} is {got[name].dtype}, expected {tensor.dtype}.")
 
 
 def _replaceable(folder: Path) -> bool:
@@ -474,9 +482,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         MxdError: the disk is full or the place cannot be written.
     """
     partial = partial_name(target)
-    with writing(target):
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
+    except OSError as error:
+        raise MxdError(f"cannot write to {target.parent}: {error}.") from error
     try:
         with writing(target):
             yield partial
@@ -487,16 +497,60 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Give a name for a new file that takes the target's place when the block ends well; as ``atomic_folder``.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    partial = partial_name(target)
+    with writing(target):
+        try:
+            yield partial
+            settle(partial)
+            partial.replace(target)
+            settle(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Give a name for a file at a place that a person chose; as ``atomic_file``, but what is no file stays what it is.
+
+    Folders above are made, links are followed, and a pipe or device is written to directly.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():
+        with writing(target):
+            yield target
+    else:
+        with atomic_file(target.resolve()) as file:
+            yield file
+
+
 def partial_name(target: Path) -> Path:
     """Return a new name beside the target for what is not finished; ``clear_partials`` knows it."""
     return target.with_name(f".{target.name}.{uuid4().hex[:8]}")
 
 
+def is_partial(path: Path) -> bool:
+    """Whether a file or folder has a name that ``partial_name`` gives."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) is not None
+
+
 def clear_partials(folder: Path) -> None:
-    """Remove the unfinished folders that killed saves left in a folder, which nobody else may be writing to."""
-    for path in folder.glob(".*"):
-        if path.is_dir() and re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name):
+    """Remove the unfinished files and folders that killed saves left in a folder that nobody else is writing to."""
+    for path in filter(is_partial, folder.glob(".*")):
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -531,35 +585,18 @@ def publish(partial: Path, target: Path) -> None:
         OSError: it could not; the target is as it was.
     """
     settle(partial)
-    before = partial_name(target) if target.exists() else None
+    before = partial_name(target) if target.is_dir() else None
     if before is not None:
         target.rename(before)
     try:
         partial.rename(target)
-    except OSError:
+    except BaseException:
         if before is not None:
             before.rename(target)
         raise
     settle(target.parent)
     if before is not None:
         shutil.rmtree(before, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file; it is there whole, and on the disk, or as it was before.
-
-    Raises:
-        MxdError: it cannot be written.
-    """
-    partial = partial_name(path)
-    with writing(path):
-        try:
-            partial.write_text(text, encoding="utf-8")
-            settle(partial)
-            partial.replace(path)
-            settle(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -574,6 +611,6 @@ def read_json(path: Path) -> Any:
         MxdError: the file is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}") from error

@@ -23,7 +23,6 @@ from mxd.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import RandomKConfig, ReLUL1Config, TopKConfig
-from mxd.state import load_state, save_state
 
 SHAPE = MLPShape(8, 8, 16, "gelu_tanh", False)
 PROVENANCE = Provenance(
@@ -313,51 +312,6 @@ def test_what_a_killed_save_left_is_not_a_layer(saved):
     saved.rename(saved.parent / ".layer.1234")
     with pytest.raises(MxdError, match="no checkpoint at"):
         find_layers(saved.parent)
-
-
-# The state of a run
-
-
-def test_the_two_newest_states_are_kept(tmp_path):
-    for step in (5, 10, 200, 1000):
-        path = save_state(tmp_path, step, {"a": torch.full((2,), float(step))}, {"cursor": {"batch": step}})
-        assert path.is_dir()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000200", "step-000001000"]
-    tensors, info = load_state(tmp_path)
-    assert tensors["a"].tolist() == [1000.0, 1000.0]
-    assert (info["step"], info["cursor"]) == (1000, {"batch": 1000})
-
-
-def test_tensors_of_any_layout_and_kind_are_saved(tmp_path):
-    given = {"t": torch.arange(6.0).reshape(2, 3).T, "n": torch.tensor(3), "p": torch.nn.Parameter(torch.ones(2))}
-    save_state(tmp_path, 1, given, {})
-    tensors, _ = load_state(tmp_path)
-    assert tensors.keys() == given.keys()
-    assert all(torch.equal(tensors[k], given[k]) and tensors[k].dtype == given[k].dtype for k in given)
-
-
-def test_no_state(tmp_path):
-    assert load_state(tmp_path / "none") is None
-    assert load_state(tmp_path) is None
-
-
-def test_a_full_disk_leaves_the_states_before(tmp_path, full_disk, monkeypatch):
-    with monkeypatch.context() as healthy:
-        healthy.setattr("mxd.checkpoint.save_file", save_file)
-        save_state(tmp_path, 1, {"a": torch.ones(1)}, {})
-        save_state(tmp_path, 2, {"a": torch.ones(1)}, {})
-    with pytest.raises(MxdError, match="No space left on device"):
-        save_state(tmp_path, 3, {"a": torch.ones(1)}, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
-    assert load_state(tmp_path)[1]["step"] == 2
-
-
-@pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
-def test_a_damaged_state_is_refused(tmp_path, name):
-    path = save_state(tmp_path, 1, {"a": torch.ones(1)}, {}) / name
-    path.write_bytes(path.read_bytes()[:5])
-    with pytest.raises(MxdError, match=r"cannot read .*step-000000001"):
-        load_state(tmp_path)
 
 
 def test_provenance_is_frozen_and_knows_its_fields():

@@ -1,0 +1,66 @@
+"""One run in one folder: a lock that ends with its process, however that ends."""
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from mxd.errors import MxdError
+from mxd.progress import console
+
+LOCK_FILE = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process, for the length of the block; made where it is not there, and gone if left empty.
+
+    The kernel holds the lock on an open file, so none outlives its process. Where a file system has no locks, a
+    message says so and the block runs.
+
+    Raises:
+        MxdError: another process has the folder, or it cannot be written.
+    """
+    if folder.is_file():
+        raise MxdError(f"{folder} is a file; choose another run or out.")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = folder / LOCK_FILE
+    lock = FileLock(file, fallback_to_soft=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    except Timeout:
+        raise MxdError(
+            f"{folder} is in use by {_holder(file)}; wait until that run ends, or choose another name with --run NAME."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise MxdError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out.") from error
+        console.print(
+            f"{folder} lies on a file system without locks ({error.strerror}): see to it yourself that no other run "
+            "uses it.",
+            soft_wrap=True,
+            markup=False,
+        )
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+        for path in made:
+            with suppress(OSError):  # not empty: it is the run's now
+                path.rmdir()
+
+
+def _holder(file: Path) -> str:
+    """Say who holds a lock, as far as the file tells."""
+    try:
+        return file.read_text(encoding="utf-8") or "another process"
+    except (OSError, UnicodeDecodeError):
+        return "another process"

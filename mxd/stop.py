@@ -1,0 +1,90 @@
+"""Asked to stop: by Ctrl-C, or by the SIGTERM of a scheduler that wants the machine back."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from mxd.errors import MxdError
+from mxd.progress import console
+
+
+class Interrupted(MxdError):
+    """Training was stopped by the user; everything was saved."""
+
+    exit_code, shared = 130, True
+
+
+class Preempted(Interrupted):
+    """Training was stopped by SIGTERM; everything was saved, so that this is an orderly end."""
+
+    exit_code = 0
+
+
+class Stopped(BaseException):
+    """Ends a block that may be left at any place (``Stop.at_once``); never seen outside of mxd."""
+
+
+class Stop:
+    """Whether and how the process was asked to stop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The signal, or 0."""
+        self._at_once = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self.number != 0
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a request end the block right where it is, with ``Stopped``, and not only set the flag.
+
+        For work that may take long and can be thrown away, such as waiting for text or filling a window.
+        """
+        self._at_once = True
+        try:
+            if self.number:
+                raise Stopped
+            yield
+        finally:
+            self._at_once = False
+
+    def ask(self, number: int) -> None:
+        """Take note of a signal."""
+        self.number = number
+        with suppress(RuntimeError, OSError):  # the signal may have come in the middle of other output
+            console.print("stopping: everything is saved, up to the last step; once more to leave at once")
+        if self._at_once:
+            raise Stopped
+
+    def error(self, message: str) -> Interrupted:
+        """Return what to raise when everything is saved."""
+        return (Preempted if self.number == signal.SIGTERM else Interrupted)(message)
+
+
+@contextmanager
+def stop_signal() -> Iterator[Stop]:
+    """Turn the first Ctrl-C or SIGTERM into a request; the second acts as usual.
+
+    Outside the main thread, where Python sets no handlers, nothing changes.
+    """
+    stop = Stop()
+
+    def ask(number: int, frame: Any) -> None:
+        for name, handler in previous.items():
+            signal.signal(name, handler)
+        stop.ask(number)
+
+    try:
+        previous = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)

@@ -1,0 +1,60 @@
+"""Small runs on a bundled model, and whether two of them are the same."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from mxd.config import RunConfig, parse_config
+
+TIMING = ("seconds", "tokens_per_second")
+
+
+def small(tmp_path: Path, **fields) -> RunConfig:
+    raw = {
+        "run": "r",
+        "out": str(tmp_path),
+        "layers": [2],
+        "model": {"source": "tiny-gpt2", "device": "cpu"},
+        "data": {"split": "validation"},
+        "sizing": {"expansion": 9},
+        "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": 8}}],
+        "training": {
+            "recipe": "short",
+            "tokens": 6144,
+            "batch_tokens": 512,
+            "buffer_tokens": 2048,
+            "log_every": 2,
+            "save_every": 5,
+        },
+    }
+    for key, value in fields.items():
+        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(raw)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything a run leaves: the layers and its last state (weights, moments, counters)."""
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        if "state" in path.parts[-3:]:
+            continue
+        found |= {f"{path.parent.name}/{k}": v for k, v in load_file(path).items()}
+    newest = sorted((folder / "state").glob("step-*"))[-1]
+    for path in newest.glob("*.safetensors"):
+        found |= {f"state/{path.stem}/{k}": v for k, v in load_file(path).items()}
+    return found
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    left, right = tensors(a), tensors(b)
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
