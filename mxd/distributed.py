@@ -7,13 +7,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mxd.errors import MxdError
+from mxd.errors import MxdError, SharedError
 
 T = TypeVar("T")
 
@@ -28,6 +30,11 @@ class Processes:
     """How many they are."""
     group: Any = None
     """torch.distributed's handle; ``None`` for all of the launch."""
+
+    @property
+    def many(self) -> bool:
+        """Whether there are others."""
+        return self.world > 1
 
     @property
     def first(self) -> bool:
@@ -54,9 +61,18 @@ class Processes:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
-    def wait(self) -> None:
-        """Return when every process has come here."""
-        self.gather(None)
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over the processes, in place."""
+        if self.world == 1:
+            return
+        for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
+            work.wait()
+        for tensor in tensors:
+            tensor /= self.world
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set."""
+        return bool(self.largest(torch.tensor(int(flag))))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -64,17 +80,18 @@ class Processes:
 
         Every process must enter; without this one would leave and the others wait for it for ever.
         """
+        if self.world == 1:
+            yield
+            return
         own: MxdError | None = None
         try:
             yield
         except MxdError as error:
             own = error
         errors = self.gather(None if own is None else str(own))
-        if own is not None:
-            raise own
         for message in errors:
             if message is not None:
-                raise MxdError(message)
+                raise SharedError(message) from own
 
     def exchange(self, rows: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
         """Send rows to every process and return those received, in the order of ranks.
@@ -89,6 +106,10 @@ class Processes:
         found = rows.new_empty(sum(expected), *rows.shape[1:])
         dist.all_to_all_single(found, rows.contiguous(), list(expected), list(counts), group=self.group)
         return found
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """Return the processes as torch's sharding tools want them."""
+        return DeviceMesh.from_group(self.group or cast(dist.ProcessGroup, dist.group.WORLD), device)
 
     def split(self, groups: int) -> "tuple[int, Processes]":
         """Divide the processes into equal groups of neighbours; return this one's group number and its group.
@@ -108,6 +129,19 @@ class Processes:
 
 ALONE = Processes()
 """A launch of one process."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be divided among processes, whole; all of them call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
+    """Return a whole tensor, divided among processes as ``model`` is; each process has the whole to begin with."""
+    if not isinstance(model, DTensor):
+        return tensor
+    moved = tensor.to(model.device, model.dtype)
+    return distribute_tensor(moved, model.device_mesh, model.placements, src_data_rank=None)
 
 
 def local_device(device: str) -> str:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from mxd.config import TrainingConfig
+from mxd.distributed import ALONE, Processes, placed_as, whole
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer
 from mxd.losses import normalize, squared_error
 from mxd.ops import Proposals
@@ -41,6 +44,23 @@ class Stats:
         else:
             self.last_active[code.indices[active]] = tokens_seen
 
+    def merge(self, processes: Processes) -> None:
+        """Hand what the processes of a group counted to the first of them; the others begin anew."""
+        if not processes.many:
+            return
+        for value in self.sums.values():
+            processes.add(value)
+        self.tokens = sum(processes.gather(self.tokens))
+        processes.largest(self.last_active)
+        if not processes.first:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted since the last report."""
+        for value in self.sums.values():
+            value.zero_()
+        self.tokens = 0
+
     def report(self, tokens_seen: int, dead_after: int) -> dict[str, float]:
         """Return the metrics since the last report, and begin anew."""
         n = max(self.tokens, 1)
@@ -51,9 +71,7 @@ class Stats:
             "l0": float(self.sums["active"] / n),
             "dead_share": float((tokens_seen - self.last_active >= dead_after).float().mean()),
         }
-        for value in self.sums.values():
-            value.zero_()
-        self.tokens = 0
+        self.clear()
         return values
 
 
@@ -66,22 +84,51 @@ class Job:
     layer: ReplacementLayer
     optimizer: torch.optim.Adam
     stats: Stats
+    processes: Processes = ALONE
+    """Those that take each step together, with an equal part of the batch."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the job's state, by name."""
-        found = {f"layer/{k}": v for k, v in self.layer.state_dict().items()}
+        """Return every tensor of the job's state, whole, by name; all processes of the job call this together."""
+        found = {f"layer/{k}": whole(v) for k, v in self.layer.state_dict().items()}
         for key, parameter in self.layer.named_parameters():
             for moment in ADAM_MOMENTS:
                 value = self.optimizer.state[parameter].get(moment)
-                found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else value
+                found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
         found |= {f"sum/{k}": v for k, v in self.stats.sums.items()}
         return found | {"last_active": self.stats.last_active}
 
+    def trained(self) -> ReplacementLayer:
+        """Return the layer as one process has it; all processes of the job call this together."""
+        if not self.sharded:
+            return self.layer
+        layer = self.layer.config.build()
+        layer.load_state_dict({k: whole(v) for k, v in self.layer.state_dict().items()})
+        return layer
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process keeps but a part of the weights, gradients and moments."""
+        return isinstance(self.layer.bias, DTensor)
+
+    def shard(self) -> None:
+        """Divide weights, gradients and moments among the processes (torch's ``fully_shard``, ZeRO stage 3).
+
+        A step gathers the weights of this job alone, and lets go of them again.
+        """
+        mesh = self.processes.mesh(self.layer.bias.device.type)
+        fully_shard(self.layer, mesh=mesh, reshard_after_forward=False)
+        for method in ("encode", "decode"):
+            register_fsdp_forward_method(self.layer, method)
+        self.optimizer = _adam(self.layer)
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put saved tensors back in place."""
-        self.layer.load_state_dict({k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")})
-        names = [key for key, _ in self.layer.named_parameters()]
-        state = {i: {m: tensors[f"adam/{m}/{key}"] for m in ADAM_MOMENTS} for i, key in enumerate(names)}
+        own = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
+        self.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in self.layer.state_dict().items()})
+        state = {
+            i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
+            for i, (key, parameter) in enumerate(self.layer.named_parameters())
+        }
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for key, value in self.stats.sums.items():
             value.copy_(tensors[f"sum/{key}"])
@@ -115,6 +162,8 @@ def train_step(
         loss = normalize(error, y_part)
         ((loss + job.layer.penalty(code)) / accumulation).backward()
         job.stats.see(y_part, error, loss, code, tokens_seen)
+    if not job.sharded:  # else the backward pass has averaged
+        job.processes.average([parameter.grad for parameter in job.layer.parameters() if parameter.grad is not None])
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(job.layer.parameters(), clip_norm)
     for group in job.optimizer.param_groups:
@@ -131,10 +180,20 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
 
 
 def new_job(
-    name: str, number: int, config: ReplacementConfig, seed: int, device: torch.device, proposals: Proposals = "float32"
+    name: str,
+    number: int,
+    config: ReplacementConfig,
+    seed: int,
+    device: torch.device,
+    proposals: Proposals = "float32",
+    processes: Processes = ALONE,
 ) -> Job:
     """Return a replacement at the beginning of its training."""
     layer = config.build(seed).to(device).train()
     layer.sparsity.proposals = proposals
-    optimizer = torch.optim.Adam(layer.parameters(), fused=device.type in ("cpu", "cuda"))
-    return Job(name, number, layer, optimizer, Stats(layer.num_units, config.d_out or 0, device))
+    stats = Stats(layer.num_units, config.d_out or 0, device)
+    return Job(name, number, layer, _adam(layer), stats, processes)
+
+
+def _adam(layer: ReplacementLayer) -> torch.optim.Adam:
+    return torch.optim.Adam(layer.parameters(), fused=layer.bias.device.type in ("cpu", "cuda"))

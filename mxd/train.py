@@ -8,41 +8,63 @@ on a CPU; on a GPU up to the order in which atomic additions happen.
 import ctypes
 import json
 import math
-import signal
+import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from mxd.activations import Batch, Cursor
-from mxd.checkpoint import Provenance, fit_tensors, save_layer, versions
+from mxd.checkpoint import (
+    Provenance,
+    atomic_file,
+    clear_partials,
+    fit_tensors,
+    is_partial,
+    save_layer,
+    settle,
+    versions,
+    writing,
+)
 from mxd.config import RunConfig, dump_config
-from mxd.errors import MxdError
+from mxd.distributed import Processes, launched
+from mxd.errors import MxdError, SharedError
 from mxd.jobs import Job, learning_rate, new_job, train_step
+from mxd.layers import ReplacementLayer
+from mxd.lock import LOCK_FILE, locked
 from mxd.model import FrozenModel
-from mxd.plan import check_memory, plan_layers
+from mxd.plan import as_recorded, prepare
 from mxd.progress import console, progress
-from mxd.state import load_state, save_state
+from mxd.state import State, load_state, save_state
+from mxd.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.stream import activation_stream, fingerprints, load_base, masked_ids_of
 
+T = TypeVar("T")
 
-class Interrupted(MxdError):
-    """Training was stopped by the user; everything was saved."""
+STOP_EVERY = 8
+"""Steps after which the processes of a launch ask one another whether one was told to stop."""
 
 
-def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
+def train(
+    config: RunConfig, resume: bool = False, model: Any = None, groups: int | None = None, shard: bool = False
+) -> Path:
     """Train every replacement of a run and write them under ``config.folder``.
+
+    Every process of a launch calls this with the same arguments.
 
     Args:
         config: the run.
-        resume: continue an interrupted run; it ends exactly as if it had not been interrupted.
+        resume: continue an interrupted run; it ends exactly as if it had not been interrupted. The number of
+            processes may be another than before.
         model: a loaded base model, used in place of ``config.model.source``.
+        groups: groups of processes, each of which trains replacements of its own (``divide``).
+        shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
 
     Returns:
         The run's folder: ``config.yaml``, ``metrics.jsonl``, ``state/`` and one folder for each replacement.
@@ -51,38 +73,51 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
         MxdError: a bad input, found before training where it can be; or ``Interrupted`` after Ctrl-C or SIGTERM,
             when everything was saved.
     """
+    if resume:
+        config = as_recorded(config)
+    with launched() as processes, ExitStack() as held:
+        console.quiet = not processes.first
+        held.callback(setattr, console, "quiet", False)
+        with processes.together():
+            if processes.first:
+                held.enter_context(locked(config.folder))
+                _claim(config, resume)
+        return _train(config, resume, model, processes, groups, shard)
+
+
+def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, groups: int | None, shard: bool) -> Path:
     from accelerate import Accelerator
 
-    _claim(config, resume)
     try:
         accelerator = Accelerator(log_with=list(config.training.trackers) or None, project_dir=config.folder)
     except (ValueError, ImportError) as error:
         raise MxdError(f"cannot use trackers {list(config.training.trackers)}: {error}") from error
-    if accelerator.num_processes > 1:
-        raise MxdError(f"started as {accelerator.num_processes} processes; mxd trains in one process so far.")
     keep_freed_memory()
+    if config.training.deterministic:  # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config, plan = prepare(config, model, processes, groups, shard)
+    plans, division = plan.replacements, plan.division
     base = load_base(config, model)
-    plans = plan_layers(config, base)
-    check_memory(config, base, plans)
+    own, group = processes.split(len(division.groups))
     jobs = [
-        new_job(name, number, layer, config.seed, base.device, config.training.proposals)
+        new_job(name, number, layer, config.seed, base.device, config.training.proposals, group)
         for name, (number, layer) in plans.items()
+        if name in division.groups[own]
     ]
-    run = _Run(config, base, jobs, accelerator)
-    state = load_state(config.folder / "state") if resume else None
+    run = _Run(config, base, plans, jobs, accelerator, processes, group, shard)
+    state = load_state(config.folder / "state", processes) if resume else None
     if state is not None:
-        run.restore(*state)
+        run.restore(state)
     elif resume:  # killed before its first saved state: what it reported will be reported again
-        run.metrics.unlink(missing_ok=True)
-    stream = activation_stream(config, base, run.cursor)
-    try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        (config.folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    except OSError as error:
-        raise MxdError(
-            f"cannot write to {config.folder}: {error.strerror}; choose another folder with --out."
-        ) from error
-    with _products(config.training.tf32):
+        with processes.together(), writing(run.metrics):
+            if processes.first:
+                run.metrics.unlink(missing_ok=True)
+    stream = activation_stream(config, base, run.cursor, processes, division.shares)
+    with processes.together():
+        if processes.first and not resume:
+            with atomic_file(config.folder / "config.yaml") as file:
+                file.write_text(dump_config(config), encoding="utf-8")
+    with _products(config.training.tf32), _repeatable(config.training.deterministic):
         run.loop(stream)
     return config.folder
 
@@ -90,13 +125,25 @@ def train(config: RunConfig, resume: bool = False, model: Any = None) -> Path:
 class _Run:
     """A run under way: what ``train`` sets up and ``loop`` drives."""
 
-    def __init__(self, config: RunConfig, base: FrozenModel, jobs: Sequence[Job], accelerator: Any) -> None:
-        self.config, self.base, self.jobs, self.accelerator = config, base, list(jobs), accelerator
-        self.step = 0
+    def __init__(
+        self,
+        config: RunConfig,
+        base: FrozenModel,
+        names: Iterable[str],
+        jobs: Sequence[Job],
+        accelerator: Any,
+        processes: Processes,
+        group: Processes,
+        shard: bool,
+    ) -> None:
+        self.config, self.base, self.names, self.jobs, self.accelerator = config, base, list(names), jobs, accelerator
+        self.processes, self.group = processes, group
+        self.shard = shard and group.many
+        self.step = self.saved = 0
         self.cursor = Cursor()
         self.metrics = config.folder / "metrics.jsonl"
         self.reported: dict[str, dict[str, float]] = {}
-        self.clock = time.monotonic()
+        self.clock, self.clock_step = time.monotonic(), 0
 
     @property
     def seen(self) -> int:
@@ -108,28 +155,30 @@ class _Run:
         trackers = bool(training.trackers)
         if trackers:
             self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
-        title = f"training {len(self.jobs)} replacement{'s' if len(self.jobs) > 1 else ''}"
-        with _stop_signal() as stop, progress(title, training.steps * training.batch_tokens, done=self.seen) as advance:
+        title = f"training {len(self.names)} replacement{'s' if len(self.names) > 1 else ''}"
+        self.clock, self.clock_step = time.monotonic(), self.step
+        with stop_signal() as stop, progress(title, training.steps * training.batch_tokens, done=self.seen) as advance:
             while self.step < training.steps:
-                batch = self.next_batch(stream)
+                batch = self.next_batch(stream, stop)
                 self.train_batch(batch)
-                due = self.step % training.log_every == 0 or self.step == training.steps
-                if due or self.step % training.save_every == 0 or stop.is_set:
+                if self.step % training.log_every == 0 or self.step == training.steps:
                     self.check_losses()
-                if due:
                     self.report()
-                if self.step % training.save_every == 0 or self.step == training.steps or stop.is_set:
+                stopping = self.stopping(stop)
+                if self.step % training.save_every == 0 or self.step == training.steps or stopping:
                     self.save()
                 advance(training.batch_tokens, self.note())
-                if stop.is_set and self.step < training.steps:
-                    raise Interrupted(
-                        f"stopped at step {self.step:,} of {training.steps:,}; everything is saved. "
-                        f"To continue: mxd train {self.config.folder / 'config.yaml'} --resume"
-                    )
+                if stopping and self.step < training.steps:
+                    raise self.stopped(stop)
         if trackers:
             self.accelerator.end_training()
-        for job in self.jobs:
-            self.finish(job)
+        self.finish()
+
+    def stopping(self, stop: Stop) -> bool:
+        """Whether to stop after this step; all processes come to the same answer."""
+        if not self.processes.many:
+            return stop.is_set
+        return self.step % STOP_EVERY == 0 and self.processes.any(stop.is_set)
 
     def train_batch(self, batch: Batch) -> None:
         training = self.config.training
@@ -140,53 +189,79 @@ class _Run:
                 mean_in, mean_out = batch.means[job.number]
                 mean_read = mean_in if job.layer.config.reads == "mlp_in" else mean_out
                 job.layer.start(mean_read, mean_out, training.settings.start)
+                if self.shard:
+                    job.shard()
             read = x if job.layer.config.reads == "mlp_in" else y
             lr = learning_rate(self.step, training)
-            train_step(job, read, y, lr, seen, training.accumulation, training.clip_norm)
+            with _memory(f"at step {self.step:,}, in {job.name}"):
+                train_step(job, read, y, lr, seen, training.parts, training.clip_norm)
         self.step += 1
         self.cursor = batch.cursor
 
-    def next_batch(self, stream: Iterator[Batch]) -> Batch:
+    def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:
         try:
-            return next(stream)
+            at_once = nullcontext() if self.processes.many else stop.at_once()  # nobody leaves the others waiting
+            with at_once, _memory(f"after step {self.step:,}, where the base model fills the buffer"):
+                return next(stream)
+        except Stopped:
+            self.save()
+            raise self.stopped(stop) from None
         except StopIteration:
-            if self.step:
-                self.save()
-            for job in self.jobs:
-                self.finish(job)
+            self.save()
+            self.finish()
             raise MxdError(
                 f"the text ended after {self.seen:,} tokens, before the {self.config.training.tokens:,} asked for "
                 f"(streamed text is read once). The layers as they are stand in {self.config.folder}."
             ) from None
-        except MxdError:
-            if self.step:
+        except MxdError as error:
+            if not self.processes.many or isinstance(error, SharedError):  # else this process is alone with it
                 self.save()
             raise
 
+    def stopped(self, stop: Stop) -> Interrupted:
+        return stop.error(
+            f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
+            f"To continue: mxd train {self.config.folder / 'config.yaml'} --resume"
+        )
+
     def check_losses(self) -> None:
-        for job in self.jobs:
-            if not math.isfinite(float(job.stats.sums["loss"])):
-                raise MxdError(
-                    f"{job.name} diverged before step {self.step:,}: its loss is not finite. The last saved state is "
-                    "from before; in a new run lower training.lr, set training.clip_norm or leave this one out."
-                )
+        with self.processes.together():
+            for job in self.jobs:
+                if not math.isfinite(float(job.stats.sums["loss"])):
+                    raise MxdError(
+                        f"{job.name} diverged before step {self.step:,}: its loss is not finite. The last saved state "
+                        "is from before; in a new run lower training.lr, set training.clip_norm or leave this one out."
+                    )
+
+    def of_all(self, own: dict[str, T]) -> dict[str, T]:
+        """Return name -> value for all replacements; each group's first process gives those of its own."""
+        found = {k: v for part in self.processes.gather(own if self.group.first else {}) for k, v in part.items()}
+        return {name: found[name] for name in self.names if name in found}
 
     def report(self) -> None:
         training = self.config.training
         seen = self.seen
         now = time.monotonic()
-        rate = self.jobs[0].stats.tokens / max(now - self.clock, 1e-9)
-        with self.metrics.open("a", encoding="utf-8") as file:
-            for job in self.jobs:
-                values = job.stats.report(seen, min(training.dead_after, training.tokens // 4))
-                self.reported[job.name] = values
-                line = {"step": self.step, "tokens": seen, "replacement": job.name, **values}
-                line |= {"lr": learning_rate(self.step - 1, training), "seconds": round(now - self.clock, 3)}
+        rate = (self.step - self.clock_step) * training.batch_tokens / max(now - self.clock, 1e-9)
+        for job in self.jobs:
+            job.stats.merge(self.group)
+        dead_after = min(training.dead_after, training.tokens // 4)
+        self.reported = self.of_all({job.name: job.stats.report(seen, dead_after) for job in self.jobs})
+        with self.processes.together():
+            if self.processes.first:
+                self.write_metrics(now - self.clock, rate)
+        for name, values in self.reported.items():
+            if training.trackers:
+                self.accelerator.log({f"{name}/{k}": v for k, v in values.items()}, step=self.step)
+        self.clock, self.clock_step = now, self.step
+
+    def write_metrics(self, seconds: float, rate: float) -> None:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            for name, values in self.reported.items():
+                line = {"step": self.step, "tokens": self.seen, "replacement": name, **values}
+                line |= {"lr": learning_rate(self.step - 1, self.config.training), "seconds": round(seconds, 3)}
                 line["tokens_per_second"] = round(rate, 1)
                 file.write(json.dumps(line) + "\n")
-                if training.trackers:
-                    self.accelerator.log({f"{job.name}/{k}": v for k, v in values.items()}, step=self.step)
-        self.clock = now
 
     def note(self) -> str:
         shown = list(self.reported.items())[:3]
@@ -196,41 +271,73 @@ class _Run:
         ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
 
     def save(self) -> None:
-        tensors = {f"{job.name}/{k}": v for job in self.jobs for k, v in job.tensors().items()}
+        if self.step in (0, self.saved):
+            return
+        self.check_losses()
+        if self.processes.first and self.metrics.exists():
+            settle(self.metrics)
+        for job in self.jobs:
+            job.stats.merge(self.group)
         info = {
             "cursor": asdict(self.cursor),
-            "counted": {job.name: job.stats.tokens for job in self.jobs},
+            "counted": self.of_all({job.name: job.stats.tokens for job in self.jobs}),
             "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
             "reported": self.reported,
             "fingerprints": fingerprints(self.config, self.base),
         }
-        save_state(self.config.folder / "state", self.step, tensors, info)
+        parts = {job.name: job.tensors() for job in self.jobs}
+        keep = self.config.training.keep_states
+        save_state(
+            self.config.folder / "state", self.step, parts if self.group.first else {}, info, self.processes, keep
+        )
+        self.saved = self.step
 
-    def restore(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
+        info = state.info
         if info["fingerprints"] != fingerprints(self.config, self.base):
             raise MxdError(
                 f"{self.config.folder} was trained on another base model than "
                 f"{self.base.source!r}; resume with that one."
             )
-        expected = {f"{job.name}/{k}": v for job in self.jobs for k, v in job.tensors().items()}
-        shapeless = {k: tensors[k] if "/adam/" in k and k in tensors else v for k, v in expected.items()}
-        fit_tensors(shapeless, tensors, str(self.config.folder / "state"))
         for job in self.jobs:
-            prefix = f"{job.name}/"
-            job.restore({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            if self.shard:
+                job.shard()
+            tensors = state.tensors(job.name)
+            expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in job.tensors().items()}
+            fit_tensors(expected, tensors, f"{state.folder}/{job.name}")
+            job.restore(tensors)
             job.stats.tokens = info["counted"][job.name]
-        self.step, self.cursor, self.reported = info["step"], Cursor(**info["cursor"]), info["reported"]
-        with self.metrics.open("ab") as file:  # lines written after the state was saved will be written again
-            file.truncate(info["metrics_bytes"])
+            if not self.group.first:
+                job.stats.clear()
+        self.step, self.cursor, self.reported = state.step, Cursor(**info["cursor"]), info["reported"]
+        self.saved = self.step
+        if self.processes.first:
+            self.cut_metrics(info["metrics_bytes"])
 
-    def finish(self, job: Job) -> None:
+    def cut_metrics(self, size: int) -> None:
+        """Forget lines written after the state was saved: they will be written again."""
+        with writing(self.metrics), self.metrics.open("ab") as file:
+            if file.tell() < size:
+                message = f"{self.metrics} is shorter than it was at step {self.step:,}: lines are missing in it"
+                console.print(message, soft_wrap=True, markup=False)
+            file.truncate(min(file.tell(), size))
+
+    def finish(self) -> None:
+        """Write every layer as it is."""
+        with self.processes.together():
+            for job in self.jobs:
+                layer = job.trained()
+                if self.group.first:
+                    self.write_layer(job, layer)
+
+    def write_layer(self, job: Job, layer: ReplacementLayer) -> None:
         config, training = self.config, self.config.training
         provenance = Provenance(
             model=self.base.source,
             revision=self.base.revision,
             layer=job.number,
             fingerprint=self.base.fingerprint(job.number),
-            model_dtype=str(next(self.base.module.parameters()).dtype).removeprefix("torch."),
+            model_dtype=self.base.dtype,
             masked_ids=tuple(masked_ids_of(config, self.base)),
             data=config.data.model_dump(),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
@@ -238,7 +345,7 @@ class _Run:
             seed=config.seed,
             versions=versions(),
         )
-        save_layer(config.folder / job.name, job.layer, provenance, {"training": self.reported.get(job.name, {})})
+        save_layer(config.folder / job.name, layer, provenance, {"training": self.reported.get(job.name, {})})
 
 
 @contextmanager
@@ -251,6 +358,18 @@ def _products(tf32: bool) -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
+
+
+@contextmanager
+def _repeatable(on: bool) -> Iterator[None]:
+    """Let PyTorch run deterministic operations only, for the length of the block; it raises where it has none."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if on:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def keep_freed_memory() -> None:
@@ -272,9 +391,8 @@ def _claim(config: RunConfig, resume: bool) -> None:
     """Refuse to mix two runs in one folder."""
     folder = config.folder
     existing = folder / "config.yaml"
-    if folder.is_file():
-        raise MxdError(f"{folder} is a file; choose another run or out.")
-    if not resume and folder.exists() and any(child.name != "config.yaml" for child in folder.iterdir()):
+    held = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", LOCK_FILE}
+    if held and not resume:
         raise MxdError(
             f"{folder} already holds a run. Continue it with --resume, or choose another name with --run NAME."
         )
@@ -285,35 +403,22 @@ def _claim(config: RunConfig, resume: bool) -> None:
             f"{existing} differs from this config, so the run cannot continue as it was. "
             f"Resume with: mxd train {existing} --resume"
         )
-
-
-@dataclass
-class _Stop:
-    is_set: bool = False
+    clear_partials(folder)
 
 
 @contextmanager
-def _stop_signal() -> Iterator[_Stop]:
-    """Turn the first Ctrl-C or SIGTERM into a flag; the second acts as usual. Outside the main thread: no handling."""
-    stop = _Stop()
-    names = (signal.SIGINT, signal.SIGTERM)
-
-    def ask(number: int, frame: Any) -> None:
-        stop.is_set = True
-        console.print("stopping: this step is finished and everything saved; once more to leave at once")
-        for name, handler in previous.items():
-            signal.signal(name, handler)
-
+def _memory(where: str) -> Iterator[None]:
+    """Say what to lower where memory runs out."""
     try:
-        previous = {name: signal.signal(name, ask) for name in names}
-    except ValueError:
-        yield stop
-        return
-    try:
-        yield stop
-    finally:
-        for name, handler in previous.items():
-            signal.signal(name, handler)
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory|ALLOC_FAILED", str(error)):
+            raise
+        raise MxdError(
+            f"out of memory {where}. The last saved state is kept: free memory and continue with --resume. Or start "
+            "anew, with a larger training.accumulation (the batch in more parts), a smaller training.buffer_tokens or "
+            f"sizing.expansion, or fewer replacements.\n{(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

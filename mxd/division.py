@@ -1,0 +1,64 @@
+"""Who trains what in a launch of many processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mxd.activations import Share
+from mxd.errors import MxdError
+from mxd.layers import ReplacementConfig
+
+
+@dataclass(frozen=True)
+class Division:
+    """Groups of processes, each with replacements of its own; the processes of a group divide each batch."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """The replacements that each group trains."""
+    parts: int
+    """Processes in a group."""
+    shares: tuple[Share, ...]
+    """What each process takes of the stream: group 0's processes come first."""
+
+
+def divide(
+    plans: Mapping[str, tuple[int, ReplacementConfig]], world: int, batch_tokens: int, groups: int | None = None
+) -> Division:
+    """Spread replacements over the processes of a launch.
+
+    Groups cost nothing, as they train apart; the processes of one group exchange gradients. So there are by default as
+    many groups as replacements and processes allow, each with about as many parameters.
+
+    Args:
+        plans: name -> (block, complete config) of the replacements.
+        world: processes.
+        batch_tokens: tokens in a step.
+        groups: how many; a divisor of ``world``, and no more than there are replacements.
+
+    Raises:
+        MxdError: the processes cannot be divided so, or a batch cannot among a group.
+    """
+    possible = [n for n in range(1, world + 1) if world % n == 0 and n <= len(plans)]
+    count = groups or possible[-1]
+    if count not in possible:
+        raise MxdError(
+            f"{world} processes that train {len(plans)} replacements cannot make {count} groups; choose one of "
+            f"{', '.join(map(str, possible))}."
+        )
+    parts = world // count
+    if batch_tokens % parts:
+        raise MxdError(
+            f"the {parts} processes of a group cannot divide training.batch_tokens = {batch_tokens} equally; change "
+            "it, the number of processes, or --groups."
+        )
+    loads = [0] * count
+    members: list[list[str]] = [[] for _ in range(count)]
+    for name in sorted(plans, key=lambda name: -plans[name][1].num_params):
+        lightest = loads.index(min(loads))
+        loads[lightest] += plans[name][1].num_params
+        members[lightest].append(name)
+    wanted = [tuple(sorted({plans[name][0] for name in names})) for names in members]
+    return Division(
+        groups=tuple(tuple(sorted(names, key=list(plans).index)) for names in members),
+        parts=parts,
+        shares=tuple(Share(wanted[rank // parts], rank % parts, parts) for rank in range(world)),
+    )

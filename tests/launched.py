@@ -1,0 +1,66 @@
+"""What one process of a launch does in tests/test_distributed.py: trains, and writes down which tokens it trained on.
+
+    torchrun --nproc-per-node 2 tests/launched.py JOB...     each JOB is JSON, of these fields:
+
+config: a run's, as a mapping; resume, groups, shard: as for ``train``; ids: folder for the token ids of this process's
+part of every batch; poison: [rank, forward] whose activations are NaN; stop: step before which rank 0 gets a SIGTERM;
+expect: text that an error holds.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mxd.config import parse_config
+from mxd.distributed import launched
+from mxd.errors import MxdError
+from mxd.model import load_frozen
+
+RANK = int(os.environ.get("RANK", 0))
+module = importlib.import_module("mxd.train")
+real_stream = module.activation_stream
+
+
+def run(job: dict) -> None:
+    seen = []
+
+    def recorded(*args):
+        for step, batch in enumerate(real_stream(*args)):
+            if step == job.get("stop") and RANK == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(batch.ids.numpy())
+            yield batch
+
+    module.activation_stream = recorded
+    config = parse_config(job["config"])
+    model = load_frozen(config.model.source, device="cpu")
+    rank, forward = job.get("poison", (None, None))
+    if rank == RANK:
+        calls = []
+
+        def poison(mlp, args, output):
+            calls.append(1)
+            return output * float("nan") if len(calls) > forward else output
+
+        model.mlp(config.layers[0]).register_forward_hook(poison)
+    try:
+        module.train(config, job.get("resume", False), model, job.get("groups"), job.get("shard", False))
+        assert "expect" not in job
+    except MxdError as error:
+        assert job.get("expect", "nothing") in str(error), f"rank {RANK}: {error}"
+    if "ids" in job:
+        folder = Path(job["ids"])
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"{RANK}.npy", np.array(seen))
+
+
+torch.set_num_threads(1)
+with launched():  # one process group for all jobs
+    for text in sys.argv[1:]:
+        run(json.loads(text))

@@ -1,0 +1,186 @@
+"""Many processes (gloo, on this machine) train what one process trains, from the same tokens, and fail together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mxd.activations import Share
+from mxd.distributed import ALONE, launched
+from mxd.division import divide
+from mxd.errors import MxdError
+from mxd.layers.sparsity import TopKConfig
+from mxd.layers.transcoder import TranscoderConfig
+
+SCRIPT = Path(__file__).parent / "launched.py"
+STEPS, BATCH = 12, 512
+LOSS_TOLERANCE = 1e-5
+"""Relative: sums of the same float32 numbers in another order, over some steps of Adam."""
+
+
+def config(out: Path, run: str, **training) -> dict:
+    return {
+        "run": run,
+        "out": str(out),
+        "layers": [1, 2],
+        "model": {"source": "tiny-gpt2", "device": "cpu"},
+        "data": {"split": "validation"},
+        "sizing": {"expansion": 9},
+        "replacements": [
+            {"method": "mxd", "sparsity": {"kind": "topk", "k": 8}},
+            {"method": "transcoder", "skip": True, "sparsity": {"kind": "random_k", "k": 8}},
+            {"method": "transcoder", "sparsity": {"kind": "relu_l1"}},
+        ],
+        "training": {"recipe": "short", "tokens": STEPS * BATCH, "batch_tokens": BATCH, "buffer_tokens": 2048}
+        | {"log_every": 2, "save_every": 5, "accumulation": 1, "clip_norm": 1.0, **training},
+    }
+
+
+def launch(world: int, *jobs: dict) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    found = subprocess.run(
+        [*command, str(SCRIPT), *map(json.dumps, jobs)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[:4000]
+    return found
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("layer*/model.safetensors"))
+    return {f"{file.parent.name}/{k}": v for file in files for k, v in load_file(file).items()}
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """The same to float tolerance: every metric of every step, and every weight."""
+    assert len(lines(a)) == 6 * STEPS / 2
+    for left, right in zip(lines(a), lines(b), strict=True):
+        assert (left["step"], left["replacement"]) == (right["step"], right["replacement"])
+        for name in ("normalized_mse", "fvu", "l0"):
+            assert right[name] == pytest.approx(left[name], rel=LOSS_TOLERANCE), (left["step"], name)
+        assert right["dead_share"] == pytest.approx(left["dead_share"], abs=0.01)
+    ours, theirs = weights(a), weights(b)
+    assert ours.keys() == theirs.keys() and len(ours) > 8
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], atol=1e-5), name
+
+
+def trained_on(folder: Path, parts: int) -> np.ndarray:
+    """The token ids of every step's whole batch, put together from the processes of one group."""
+    return np.concatenate([np.load(folder / f"{rank}.npy") for rank in range(parts)], axis=1)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("alone")
+    launch(1, {"config": config(out, "r"), "ids": str(out / "ids")})
+    return out
+
+
+@pytest.mark.parametrize("world, groups", [(2, (1, 2)), (4, (2, 4))])
+def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, world: int, groups: tuple[int]) -> None:
+    jobs = [
+        {"config": config(tmp_path, f"g{g}"), "groups": g if g < world else None, "ids": str(tmp_path / f"ids{g}")}
+        for g in groups
+    ]
+    launch(world, *jobs)
+    for g in groups:
+        assert_same_training(alone / "r", tmp_path / f"g{g}")
+        ids = trained_on(tmp_path / f"ids{g}", world // g)
+        assert ids.shape == (STEPS, BATCH)
+        assert (ids == trained_on(alone / "ids", 1)).all()
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, alone: Path) -> None:
+    """Stopped by a SIGTERM to one process of two, resumed by one, then by four: no token twice, none left out.
+
+    The two, and the four, divide the weights among them, too.
+    """
+    run = config(tmp_path, "r")
+    two, one, four = (str(tmp_path / name) for name in ("two", "one", "four"))
+    expect = "everything is saved"
+    launch(
+        2, {"config": run, "groups": 1, "shard": True, "stop": 2, "ids": two, "expect": expect}
+    )  # heard after 8 steps
+    launch(1, {"config": run, "resume": True, "stop": 1, "ids": one, "expect": expect})
+    launch(4, {"config": run, "resume": True, "groups": 2, "shard": True, "ids": four})
+    parts = [
+        trained_on(tmp_path / name, n)[:steps] for name, n, steps in (("two", 2, 8), ("one", 1, 1), ("four", 2, 3))
+    ]
+    assert (np.concatenate(parts) == trained_on(alone / "ids", 1)).all()
+    assert_same_training(alone / "r", tmp_path / "r")
+
+
+def test_a_fault_of_one_process_stops_all_and_loses_nothing(tmp_path: Path, alone: Path) -> None:
+    run = config(tmp_path, "r")
+    poisoned = {"config": run, "poison": [1, 1], "expect": "an activation is not finite"}
+    other = {"config": run, "expect": "already holds a run"}
+    launch(2, poisoned, other, {"config": run, "resume": True, "groups": 1})
+    assert_same_training(alone / "r", tmp_path / "r")
+
+
+def plans(*sizes: int) -> dict:
+    return {
+        f"r{i}": (i % 2, TranscoderConfig(d_in=4, d_out=4, num_units=n, sparsity=TopKConfig(k=1)))
+        for i, n in enumerate(sizes)
+    }
+
+
+def test_replacements_are_spread_by_their_size() -> None:
+    division = divide(plans(10, 40, 20, 12), world=4, batch_tokens=8, groups=2)
+    assert division.groups == (("r1",), ("r0", "r2", "r3"))
+    assert division.parts == 2
+    assert division.shares == (Share((1,), 0, 2), Share((1,), 1, 2), Share((0, 1), 0, 2), Share((0, 1), 1, 2))
+    assert [share.rows(8) for share in division.shares[:2]] == [slice(0, 4), slice(4, 8)]
+
+
+def test_by_default_there_are_as_many_groups_as_can_be() -> None:
+    counts = {world: len(divide(plans(1, 2, 3), world, batch_tokens=8).groups) for world in (1, 2, 3, 4, 6, 8)}
+    assert counts == {1: 1, 2: 2, 3: 3, 4: 2, 6: 3, 8: 2}
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(MxdError, match=r"4 processes that train 3 replacements cannot make 4 groups; choose .* 1, 2"):
+        divide(plans(1, 2, 3), 4, batch_tokens=8, groups=4)
+    with pytest.raises(MxdError, match=r"the 3 processes of a group cannot divide training.batch_tokens = 8 equally"):
+        divide(plans(1), 3, batch_tokens=8)
+
+
+@pytest.mark.parametrize("world, rank", [("2", None), ("two", "0"), ("2", "2")])
+def test_a_launch_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, world: str, rank: str | None) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(MxdError, match="do not name a process of a launch"), launched():
+        pass
+
+
+def test_alone_nobody_is_asked() -> None:
+    x = torch.arange(3.0)
+    with launched() as processes:
+        assert processes == ALONE
+        assert processes.gather(5) == [5] and processes.any(True) and not processes.any(False)
+        assert torch.equal(processes.add(x.clone()), x) and torch.equal(processes.exchange(x, [3], [3]), x)
+        processes.average([x])
+        assert processes.split(1) == (0, ALONE)
+        with pytest.raises(MxdError, match="1 processes cannot be divided into 2"):
+            processes.split(2)
+        with pytest.raises(MxdError, match="own"), processes.together():
+            raise MxdError("own")
+    assert torch.equal(x, torch.arange(3.0))
