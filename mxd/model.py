@@ -22,7 +22,8 @@ from mxd.layers import MLPShape, MLPWeights
 from mxd.layers.base import Activation
 
 BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
+"""What a base model's activations are in. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class FrozenModel:
         return next(self.module.parameters()).device
 
     @property
+    def dtype(self) -> str:
+        """What it runs in, as ``load_frozen`` names it."""
+        if getattr(self.module, "is_loaded_in_8bit", False):
+            return "int8"
+        return str(next(self.module.parameters()).dtype).removeprefix("torch.")
+
+    @property
     def num_layers(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
@@ -126,9 +134,11 @@ class FrozenModel:
         """Return the MLP's weights in this project's layout.
 
         Raises:
-            MxdError: the MLP's form is not one of ``FAMILIES``, or its gate has a bias.
+            MxdError: the MLP's form is not one of ``FAMILIES``, its gate has a bias, or its weights are in 8 bits.
         """
         mlp = self.mlp(layer)
+        if self.dtype == "int8":
+            raise MxdError(f"{self.source} is loaded in 8 bits; load it in float32 to copy the weights of an MLP.")
         family = _family_of(mlp)
         if family is None:
             raise MxdError(f"the weights of {type(mlp).__name__} cannot be read; known forms: {', '.join(FAMILIES)}.")
@@ -248,7 +258,8 @@ def load_frozen(
         source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
             model, or a TransformerLens bridge.
         revision: branch, tag or commit on the Hub.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; for loaded objects their own dtype stays.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``); for
+            loaded objects their own dtype stays.
         device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``; loaded objects stay where
             they are.
         tokenizer: used for loaded objects; otherwise the source's own is loaded.
@@ -262,8 +273,9 @@ def load_frozen(
         raise unknown("dtype", dtype, DTYPES)
     if isinstance(source, str | Path):
         name = str(source)
-        module, tokenizer = _load(name, revision, DTYPES[dtype], trust_remote_code, local_files_only, tokenizer)
-        frozen = _wrap(module.to(pick_device(device)), tokenizer, name, revision)
+        place = pick_device(device)
+        module, tokenizer = _load(name, revision, dtype, place, trust_remote_code, local_files_only, tokenizer)
+        frozen = _wrap(module, tokenizer, name, revision)
     else:
         frozen = wrap(source, tokenizer)
     frozen.module.eval().requires_grad_(False)
@@ -313,35 +325,83 @@ def bundled_path(name: str) -> Path:
     return Path(str(resources.files("mxd") / "assets" / name))
 
 
+def outline(
+    source: Any, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+) -> FrozenModel:
+    """Return a base model on the meta device: every module and shape, no weights and no tokenizer.
+
+    Args:
+        source: as ``load_frozen``; of a name, a path or a GGUF file only the configuration is read.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run model code from the Hub repository.
+        local_files_only: never ask the Hub.
+
+    Raises:
+        MxdError: as ``load_frozen``.
+    """
+    if not isinstance(source, str | Path):
+        whole = wrap(source)
+        with torch.device("meta"):
+            module = type(whole.module)(whole.config)
+        name, revision = whole.source, whole.revision
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        name = str(source)
+        where, options = _place(name, revision, trust_remote_code, local_files_only)
+        with _explained(name):
+            config = AutoConfig.from_pretrained(where, **options)
+            code = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
+            with torch.device("meta"):
+                module = AutoModelForCausalLM.from_config(config, **code)
+    module.eval().requires_grad_(False)
+    return _wrap(module, None, name, revision)
+
+
 def _load(
-    name: str, revision: str | None, dtype: torch.dtype, trust: bool, local: bool, tokenizer: Any
+    name: str, revision: str | None, dtype: str, device: torch.device, trust: bool, local: bool, tokenizer: Any
 ) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    options: dict[str, Any] = {}
-    if name in BUNDLED:
-        where = str(bundled_path(name))
-    elif name.endswith(".gguf"):
-        if not Path(name).is_file():
-            raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
-        where, options = str(Path(name).parent), {"gguf_file": Path(name).name}
-        _need_gguf()
-    else:
-        where = name
-        options = {"revision": revision, "local_files_only": local, "trust_remote_code": trust}
-        if Path(name).is_dir():
-            options.pop("revision")
-    if name in BUNDLED:  # over before a bar could be read
-        logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    where, options = _place(name, revision, trust, local)
+    quantized = _eight_bits(name, device) if dtype == "int8" else {}
+    with _explained(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=DTYPES[dtype], output_loading_info=True, **options, **quantized
+        )
         module, info = loaded
+        if not quantized:  # such models are put in place as they are read
+            module.to(device)
         if info["missing_keys"]:
             raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(where, **options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("its tokenizer files are missing, so its vocabulary is empty")
+    return module, tokenizer
+
+
+def _place(name: str, revision: str | None, trust: bool, local: bool) -> tuple[str, dict[str, Any]]:
+    """Return where transformers finds a model, and with which options."""
+    if name in BUNDLED:
+        return str(bundled_path(name)), {}
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
+        _need_gguf()
+        return str(Path(name).parent), {"gguf_file": Path(name).name}
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": trust}
+    return name, options if Path(name).is_dir() else {"revision": revision, **options}
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what transformers raises while it loads a model into one clear error."""
+    from transformers.utils import logging
+
+    if name in BUNDLED:  # over before a bar could be read
+        logging.disable_progress_bar()
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise MxdError(
             f"cannot load base model {name!r}: {_first_line(error)}\n"
@@ -350,7 +410,26 @@ def _load(
         ) from error
     finally:
         logging.enable_progress_bar()
-    return module, tokenizer
+
+
+def _eight_bits(name: str, device: torch.device) -> dict[str, Any]:
+    """Return the options that make transformers read a model's linear maps in 8 bits.
+
+    Raises:
+        MxdError: bitsandbytes is not installed or does not know the device, or the file has a quantization of its own.
+    """
+    if name.endswith(".gguf"):
+        raise MxdError(f"{name!r} is quantized already; model.dtype int8 needs a Hub id or a folder of float weights.")
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MxdError("model.dtype int8 needs the package bitsandbytes: pip install 'mxd[bnb]'") from error
+    known = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    if device.type not in known:
+        raise MxdError(f"bitsandbytes does not run on {device.type!r}, but on {', '.join(sorted(known))}.")
+    from transformers import BitsAndBytesConfig
+
+    return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}
 
 
 def _need_gguf() -> None:
@@ -399,7 +478,8 @@ def _probe(model: FrozenModel, layer: int) -> tuple[int, int]:
         raise MxdError(refusal)
     try:
         with torch.no_grad():
-            out = mlp(torch.zeros(1, 2, width, dtype=parameter.dtype, device=parameter.device))
+            dtype = parameter.dtype if parameter.is_floating_point() else getattr(model.module, "dtype", torch.float16)
+            out = mlp(torch.zeros(1, 2, width, dtype=dtype, device=parameter.device))
     except (TypeError, RuntimeError, ValueError) as error:
         raise MxdError(f"{refusal} ({_first_line(error)})") from error
     if not isinstance(out, Tensor) or out.shape[:2] != (1, 2):

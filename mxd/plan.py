@@ -1,16 +1,82 @@
-"""What a run is made of and what it needs, known before anything large is loaded."""
+"""What a run is made of and what it needs: memory, disk and work, known before any weight is loaded.
 
-from collections.abc import Mapping
+Costs are found on the meta device by the code that trains (``mxd.meter``); the rest is counted from shapes.
+"""
 
-import psutil
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from mxd.activations import buffer_bytes
-from mxd.config import RunConfig
+from mxd.config import RunConfig, load_config
+from mxd.distributed import ALONE, Processes, local_device
+from mxd.division import Division, divide
 from mxd.errors import MxdError
 from mxd.layers import ReplacementConfig, size
-from mxd.model import FrozenModel
+from mxd.layers.sparsity import TopKConfig
+from mxd.losses import normalize, squared_error
+from mxd.machine import free_disk, free_memory, resident
+from mxd.meter import Cost, meter
+from mxd.model import DTYPES, FrozenModel, bundled_path, outline, pick_device, wrap
+from mxd.ops import Proposals, metered_as
 from mxd.progress import console
+
+ADAM_BYTES = 28
+"""Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""
+
+TEXT_BYTES = 5
+"""Memory for each byte of a local text: documents, the tables they are read from, and token ids; measured."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a part of a run does for one token."""
+
+    flops: float
+    """Of dense products."""
+    moved: float
+    """Bytes read and written that grow with the tokens."""
+    fixed: float = 0.0
+    """Bytes read and written once a step, divided by its tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs."""
+
+    replacements: dict[str, tuple[int, ReplacementConfig]]
+    """Name -> (block, complete config)."""
+    device: torch.device
+    """Where it runs."""
+    accumulation: int
+    """Parts that each batch is processed in."""
+    memory: dict[str, dict[str, int]]
+    """Phase -> part -> bytes on the device."""
+    host: dict[str, dict[str, int]]
+    """The same beside the device; empty where the device is the CPU."""
+    disk: dict[str, int]
+    """Part -> bytes."""
+    division: Division
+    """Who trains what, in a launch of many processes; the memory is that of the process that needs most."""
+    site_bytes: dict[int, int]
+    """Block -> bytes of a token's activations there, input and output."""
+    work: dict[str, Work]
+    """``base model`` and every replacement -> work for a token."""
+
+    @property
+    def params(self) -> int:
+        """Parameters of all replacements."""
+        return sum(config.num_params for _, config in self.replacements.values())
+
+
+def peak(phases: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
+    """Return the phase that holds the most memory, and how much."""
+    name = max(phases, key=lambda phase: sum(phases[phase].values()), default="")
+    return name, sum(phases[name].values()) if name else 0
 
 
 def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
@@ -33,21 +99,307 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
     return plans
 
 
-def check_memory(config: RunConfig, base: FrozenModel, plans: Mapping[str, tuple[int, ReplacementConfig]]) -> None:
-    """Say so before starting if parameters, gradients, moments and the buffer cannot fit."""
-    state = sum(16 * layer.num_params for _, layer in plans.values())
-    shapes = [base.mlp_shape(number) for number in config.layers]
-    buffer = buffer_bytes([(s.d_in, s.d_out) for s in shapes], config.training.buffer_tokens)
-    free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else psutil.virtual_memory().available
-    if state + buffer > free:
-        raise MxdError(
-            f"the run needs {(state + buffer) / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {base.device}: "
-            f"{state / 2**30:.1f} GiB for weights, gradients and Adam's moments of {len(plans)} replacements, "
-            f"{buffer / 2**30:.1f} GiB for the activation buffer. Lower training.buffer_tokens or sizing.expansion, or "
-            "train fewer replacements at a time."
+def plan_run(
+    config: RunConfig, model: Any = None, world: int = 1, groups: int | None = None, shard: bool = False
+) -> Plan:
+    """Return what a run needs. Nothing is loaded but the base model's configuration.
+
+    Args:
+        config: the run.
+        model: a loaded base model, used in place of ``config.model.source``.
+        world: processes that train together.
+        groups: groups of them (``divide``).
+        shard: whether a group's processes divide weights, gradients and moments among them.
+
+    Raises:
+        MxdError: no such model, layer or device, or a size that does not fit.
+    """
+    loaded = None if model is None else wrap(model)
+    device = pick_device(local_device(config.model.device)) if loaded is None else loaded.device
+    shape = outline(
+        config.model.source if loaded is None else loaded.module,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    dtype = config.model.dtype if loaded is None else loaded.dtype
+    shape.module.to(DTYPES.get(dtype, torch.float32))
+    replacements = plan_layers(config, shape)
+    division = divide(replacements, world, config.training.batch_tokens, groups)
+    parts = _Parts(config, shape, dtype, replacements, division, shard, device, loaded)
+    if config.training.accumulation != "auto":
+        return parts.plan(config.training.accumulation)
+    plans = (parts.plan(number) for number in _divisors(config.training.batch_tokens // division.parts))
+    first = next(plans)
+    return next(filter(_fits, itertools.chain([first], plans)), first)
+
+
+def _fits(plan: Plan) -> bool:
+    return peak(plan.memory)[1] <= free_memory(plan.device)
+
+
+class _Parts:
+    """Everything that a plan adds up, each found once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: FrozenModel,
+        dtype: str,
+        replacements: dict[str, tuple[int, ReplacementConfig]],
+        division: Division,
+        shard: bool,
+        device: torch.device,
+        loaded: FrozenModel | None,
+    ) -> None:
+        self.config, self.device, self.replacements, self.division = config, device, replacements, division
+        self.shards = division.parts if shard else 1
+        tensors = [*shape.module.parameters(), *shape.module.buffers()]
+        self.weights = sum(t.numel() * t.element_size() for t in tensors)
+        if dtype == "int8":
+            self.weights -= _saved(shape.module)
+        self.reading = (
+            0 if loaded else _reading_bytes(config.model.source, self.weights, max(map(torch.numel, tensors)))
         )
+        self.text = _text_bytes(config)
+        inside = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
+        self.process = max(0, resident() - inside)
+        self.widths = {n: (one.d_in, one.d_out) for n, one in ((n, shape.mlp_shape(n)) for n in config.layers)}
+        self.forward_tokens = config.data.forward_contexts * config.data.context
+        self.forward = Cost()
+        if config.data.cache is None:
+            ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
+            self.forward = meter(lambda: shape.record(ids, config.layers))
+
+    def plan(self, accumulation: int) -> Plan:
+        """Return the plan, for batches that are processed in so many parts."""
+        training, parts = self.config.training, self.division.parts
+        rows = -(-training.batch_tokens // parts // accumulation)
+        steps = {
+            name: _step(layer, rows, accumulation, training.proposals, self.device)
+            for name, (_, layer) in self.replacements.items()
+        }
+        host = self.beside()
+        groups = [self.on_device(group, steps) for group in self.division.groups]
+        device = max(groups, key=lambda phases: peak(phases)[1])
+        if self.device.type == "cpu":
+            largest = max(cost.largest for cost in (self.forward, *steps.values()))
+            device, host = {phase: _kept(host[phase] | device[phase], device, largest) for phase in device}, {}
+        work = {"base model": Work(self.forward.flops / self.forward_tokens, self.forward.moved / self.forward_tokens)}
+        sites = {number: buffer_bytes([widths], 1) for number, widths in self.widths.items()}
+        tokens = training.batch_tokens
+        for name, cost in steps.items():
+            fixed = ADAM_BYTES * self.params(name) / tokens
+            work[name] = Work(parts * cost.flops / tokens, parts * cost.moved / tokens, fixed)
+        return Plan(self.replacements, self.device, accumulation, device, host, self.disk(), self.division, sites, work)
+
+    def params(self, name: str) -> int:
+        return self.replacements[name][1].num_params
+
+    def units(self, name: str) -> int:
+        return self.replacements[name][1].num_units or 0
+
+    def on_device(self, group: tuple[str, ...], steps: Mapping[str, Cost]) -> dict[str, dict[str, int]]:
+        """Return phase -> part -> bytes on the device of a process that trains these replacements."""
+        training, world = self.config.training, len(self.division.shares)
+        params = sum(map(self.params, group))
+        own = {number: self.widths[number] for number in {self.replacements[name][0] for name in group}}
+        batch, window = (
+            buffer_bytes(list(own.values()), n // self.division.parts)
+            for n in (training.batch_tokens, training.buffer_tokens)
+        )
+        recorded = buffer_bytes(list(self.widths.values()), training.buffer_tokens // world)
+        several = training.tokens > training.buffer_tokens
+        filling = recorded + (window if world > 1 else 0)  # what is recorded, and what is received
+        if self.config.data.cache is not None:
+            window = filling = 3 * batch
+        own_params = params // self.shards
+        begun = {"replacements": 4 * own_params, "counters": sum(8 * self.units(name) for name in group)}
+        trained = {"gradients": 4 * own_params, "Adam's moments": 8 * own_params}
+        whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0  # of one layer at a time
+        weights = {"base model": self.weights}
+        step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
+        return {
+            "loading": weights,
+            "recording activations": {
+                **weights,
+                **begun,
+                **(trained if several else {}),
+                "activations": filling,
+                "forward": self.forward.peak,
+            },
+            "taking steps": {
+                **weights,
+                **begun,
+                **trained,
+                "activations": window + batch,
+                "largest step": step + whole,
+            },
+        }
+
+    def beside(self) -> dict[str, dict[str, int]]:
+        """Return phase -> part -> bytes of what is in the host's memory wherever the run takes place."""
+        process = {"Python, libraries": self.process}
+        writing = max(map(self.params, self.replacements)) * 12 if self.device.type != "cpu" else 0
+        loading = self.weights if self.device.type != "cpu" else 0
+        running = {**process, "text": self.text}
+        return {
+            "loading": {**process, "reading the weights": self.reading + loading},
+            "recording activations": running,
+            "taking steps": {**running, "writing": writing} if writing else running,
+        }
+
+    def disk(self) -> dict[str, int]:
+        """Return part -> bytes that the run writes; one state more than are kept exists while it is written."""
+        params = sum(map(self.params, self.replacements))
+        units = sum(map(self.units, self.replacements))
+        states = self.config.training.keep_states + 1
+        return {f"{states} states": states * (12 * params + 8 * units), "layers": 4 * params}
+
+
+def _step(config: ReplacementConfig, rows: int, accumulation: int, proposals: Proposals, device: torch.device) -> Cost:
+    """Return what a step costs but for Adam's part, in so many parts of so many rows."""
+    k = config.sparsity.max_k
+    if k is not None:  # the most units that it may draw
+        config = config.model_copy(update={"sparsity": TopKConfig(k=k)})
+    with torch.device("meta"):
+        layer = config.build().train()
+    layer.sparsity.proposals = proposals
+    x, y = (torch.empty(rows, width or 0, device="meta") for width in (config.d_in, config.d_out))
+
+    def part() -> None:
+        code = layer.encode(x)
+        loss = normalize(squared_error(layer.decode(x, code), y), y)
+        ((loss + layer.penalty(code)) / accumulation).backward()
+
+    with metered_as(device.type):
+        first = meter(part)
+        later = meter(part) if accumulation > 1 else Cost()  # the gradient so far is there, too
+    return Cost(
+        flops=accumulation * first.flops,
+        moved=first.moved + (accumulation - 1) * later.moved,
+        peak=max(first.peak, later.peak + 4 * config.num_params) if accumulation > 1 else first.peak,
+        largest=first.largest,
+    )
+
+
+def _kept(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], largest: int) -> dict[str, int]:
+    """Add, once a run is under way, what the heap keeps of freed blocks and cannot use again.
+
+    That is about half of the smaller phase's temporaries, and one place for the largest block, in which a small one
+    stands: found by measuring (docs/scaling.md).
+    """
+    if "activations" not in parts:
+        return parts
+    temporaries = (phases["recording activations"]["forward"], phases["taking steps"]["largest step"])
+    return parts | {"freed, not reused": min(temporaries) // 2 + largest}
+
+
+def _saved(module: Any) -> int:
+    """Return what a float16 model saves with its linear maps, but for the last, in 8 bits and scales in float32."""
+    head = module.get_output_embeddings()
+    maps = [(type(m).__name__, m.weight) for m in module.modules() if m is not head and hasattr(m, "weight")]
+    sizes = {"Linear": 0, "Conv1D": 1}  # which side is the output's
+    return sum(w.numel() - 4 * w.shape[sizes[kind]] for kind, w in maps if kind in sizes)
+
+
+def _reading_bytes(source: str, weights: int, largest: int) -> int:
+    """Return what reading a model takes beside its weights: of GGUF a tensor twice in float32, else the mapped file."""
+    return 8 * largest if source.endswith(".gguf") else weights
+
+
+def _text_bytes(config: RunConfig) -> int:
+    """Return the memory that a local text and its reader take; nothing where its size cannot be known."""
+    import pyarrow.parquet as pq
+
+    if config.data.cache is not None:
+        return 0
+    source = bundled_path("text") / "train.parquet" if config.data.source == "bundled" else Path(config.data.source)
+    files = [source] if source.is_file() else list(source.glob("*")) if source.is_dir() else []
+    total = 0
+    for file in files:
+        if file.suffix == ".parquet":
+            groups = pq.ParquetFile(file).metadata
+            total += sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+        else:
+            total += file.stat().st_size
+    return TEXT_BYTES * total
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (n for n in range(1, number + 1) if number % n == 0)
+
+
+def check_memory(config: RunConfig, plan: Plan) -> None:
+    """Say so before starting if a run cannot fit into memory or onto the disk.
+
+    Raises:
+        MxdError: with the parts, largest first, and what to lower.
+    """
+    places = {str(plan.device): (plan.memory, free_memory(plan.device))}
+    if plan.host:
+        places["the host"] = (plan.host, free_memory(torch.device("cpu")))
+    for place, (phases, free) in places.items():
+        phase, needed = peak(phases)
+        if needed > free:
+            raise MxdError(
+                f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {place}: "
+                f"{_listed(phases[phase])} (while {phase}). Lower training.buffer_tokens or sizing.expansion, set "
+                "training.accumulation to auto, load the base model in bfloat16 (model.dtype), or train fewer "
+                "replacements at a time."
+            )
+    free, written = free_disk(config.folder), sum(plan.disk.values())
+    if written > free:
+        raise MxdError(
+            f"the run writes {written / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free at {config.folder}: "
+            f"{_listed(plan.disk)}. Choose another folder with --out, lower training.keep_states or sizing.expansion, "
+            "or train fewer replacements at a time."
+        )
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    """Return the parts that count, largest first."""
+    shown = sorted(((n, part) for part, n in parts.items() if n > sum(parts.values()) // 50), reverse=True)
+    return ", ".join(f"{part} {n / 2**30:.2f}" for n, part in shown)
+
+
+def prepare(
+    config: RunConfig,
+    model: Any = None,
+    processes: Processes = ALONE,
+    groups: int | None = None,
+    shard: bool = False,
+) -> tuple[RunConfig, Plan]:
+    """Plan a run, refuse what cannot fit, and say what is about to be trained.
+
+    Returns:
+        The config with the number of parts of a batch written in, the same in every process, and the plan.
+
+    Raises:
+        MxdError: as ``plan_run`` and ``check_memory``.
+    """
+    with processes.together():
+        plan = plan_run(config, model, processes.world, groups, shard)
+    number = max(processes.gather(plan.accumulation))
+    training = config.training.model_copy(update={"accumulation": number})
+    config = config.model_copy(update={"training": training})
+    with processes.together():
+        if number != plan.accumulation:
+            plan = plan_run(config, model, processes.world, groups, shard)
+        check_memory(config, plan)
+    phase, needed = peak(plan.memory)
+    parts = f", each batch in {number} parts" if number > 1 else ""
     console.print(
-        f"{len(plans)} replacements, {sum(c.num_params for _, c in plans.values()):,} parameters; "
-        f"memory: {state / 2**30:.2f} GiB of state, {buffer / 2**30:.2f} GiB of activations",
+        f"{len(plan.replacements)} replacements, {plan.params:,} parameters{parts}; memory on {plan.device}: "
+        f"{needed / 2**30:.2f} GiB while {phase}",
         soft_wrap=True,
     )
+    return config, plan
+
+
+def as_recorded(config: RunConfig) -> RunConfig:
+    """Return a run's config with the number of parts of a batch that the run began with, where it asks for none."""
+    file = config.folder / "config.yaml"
+    if config.training.accumulation != "auto" or not file.is_file():
+        return config
+    number = load_config(file).training.accumulation
+    return config.model_copy(update={"training": config.training.model_copy(update={"accumulation": number})})

@@ -3,6 +3,8 @@
 Units are rows everywhere (``weight[n]`` belongs to unit ``n``), so that a gather of K units reads K contiguous rows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +21,12 @@ Proposals = Literal["float32", "bfloat16"]
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 """Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
 
+_metered_as = "cpu"
+
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "meta")
 """Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
 
 
@@ -37,6 +41,19 @@ def use_triton(on: bool) -> None:
     """
     global _through_triton
     _through_triton = on
+
+
+@contextmanager
+def metered_as(device: str) -> Iterator[None]:
+    """Let tensors on the meta device be cut into the tiles of another one, for the length of the block."""
+    global _metered_as
+    before, _metered_as = _metered_as, device
+    _last.clear()  # all selections on the meta device look alike
+    try:
+        yield
+    finally:
+        _metered_as = before
+        _last.clear()
 
 
 def _triton(tensor: Any) -> bool:
@@ -169,7 +186,7 @@ def _topk(pre: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest of ``x weight^T + bias`` of each row, with their indices, tile by tile."""
     units = len(weight)
-    rows, size = TILES["cuda" if x.is_cuda else "cpu"]
+    rows, size = TILES[_metered_as if x.is_meta else x.device.type]
     tiles = -(-units * rows * x.element_size() // size)
     width = -(-units // (tiles * GROUP**2)) * GROUP**2
     buffer = x.new_empty(min(rows, len(x)), width)

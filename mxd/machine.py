@@ -1,0 +1,88 @@
+"""What the machine at hand has and how fast it is."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+LENGTH = 0.3
+"""Seconds that a speed is measured for."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can have on a device in all, what it holds already included.
+
+    On a CPU what the process's control groups (containers, SLURM jobs) leave it counts, too.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return min([psutil.virtual_memory().available, *_group_limits()]) + resident()
+
+
+def resident() -> int:
+    """Return the memory that this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+def free_disk(folder: Path) -> int:
+    """Return the bytes that are free where a folder is or would be."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    return psutil.disk_usage(str(there)).free
+
+
+def product_speed(device: torch.device, dtype: torch.dtype = torch.float32, tf32: bool = False) -> float:
+    """Return the floating-point operations a second of large matrix products, measured in a third of a second."""
+    n = 4096 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else before
+    try:
+        return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+    finally:
+        settings.fp32_precision = before
+
+
+def copy_speed(device: torch.device) -> float:
+    """Return the bytes a second that are read and written when a tensor larger than any cache is copied."""
+    a = torch.zeros(2**26, device=device)
+    b = torch.ones_like(a)
+    return 2 * a.numel() * 4 / _seconds(lambda: b.copy_(a), device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of one call: the least of as many as fit into ``LENGTH`` seconds."""
+    found: list[float] = []
+    run()
+    while sum(found) < LENGTH:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Yield what each control group (version 2) that this process is in has left; files in cache can be given up."""
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    for group in (root / path, *(root / path).parents):
+        try:
+            most = (group / "memory.max").read_text(encoding="ascii").strip()
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):
+            continue
+        if most != "max":
+            yield max(0, int(most) - used + int(stat.get("inactive_file", 0)))
+        if group == root:
+            return

@@ -1,0 +1,111 @@
+"""What a computation costs, found without computing it: on PyTorch's meta device tensors have shapes and no numbers.
+
+The code that is metered is the code that runs, so a new layer or model family needs nothing here.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call takes."""
+
+    flops: int = 0
+    """Of its dense products, two for each multiplication with its addition."""
+    moved: int = 0
+    """Bytes that its operations read and write, as if nothing stayed in cache from one to the next."""
+    peak: int = 0
+    """Largest number of bytes that it held at a time, besides what was there before."""
+    largest: int = 0
+    """Bytes of its largest tensor."""
+
+
+def meter(run: Callable[[], Any]) -> Cost:
+    """Run a function and return what it costs: on the meta device what it would cost elsewhere.
+
+    Where it asks a tensor there for a number, the answer is zero; where it asks whether something holds, that it does.
+    """
+    with _Meter() as found, FlopCounterMode(display=False) as counter:
+        run()
+    return Cost(counter.get_total_flops(), found.moved, found.peak, found.largest)
+
+
+_aten = torch.ops.aten
+
+_ROWS_READ = {_aten.embedding, _aten.index, _aten.gather}
+"""Read no more of their table than they return."""
+
+_BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only, _aten._embedding_bag_per_sample_weights_backward}
+"""Read one row of the first or second tensor for each index."""
+
+
+class _Meter(TorchDispatchMode):
+    """Sees every operation, in the backward pass, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.moved = self.largest = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 0
+        out = _of_unknown_size(func, args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        made = list(_tensors(out))
+        for tensor in made:
+            self.hold(tensor)
+        if not func.is_view:
+            self.moved += _traffic(func, list(_tensors((args, kwargs))), made)
+        return out
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak, self.largest = max(self.peak, self.live), max(self.largest, storage.nbytes())
+        weakref.finalize(storage, self.drop, storage._cdata)
+
+    def drop(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+def _of_unknown_size(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operation would whose result's size depends on numbers; ``None`` for all others."""
+    if func is _aten.bincount.default and args[0].is_meta:
+        size = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        return torch.empty(size, dtype=torch.int64, device="meta")
+    return None
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _traffic(func: Any, read: list[Tensor], made: list[Tensor]) -> int:
+    written = sum(map(_bytes, made))
+    packet = func.overloadpacket
+    if packet in _ROWS_READ:
+        return 2 * written
+    if packet in _BAGS:  # both tables of the last have rows of the same width
+        indices = max((t for t in read if not t.is_floating_point()), key=Tensor.numel)
+        table = read[0]
+        return written + _bytes(indices) + indices.numel() * table.shape[1] * table.element_size()
+    return written + sum(map(_bytes, read))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

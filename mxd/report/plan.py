@@ -1,0 +1,85 @@
+"""What a run needs, for people: its work, memory by part and phase, disk and time; and the same as plain numbers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from mxd.plan import Plan, peak
+from mxd.scaling import Speeds, Times
+
+
+def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> Iterator[Table | str]:
+    """Yield the work of a run, its memory by part and phase, what it writes, and the time that so many steps take."""
+    yield _work(plan, speeds)
+    yield _memory(f"memory of a process on {plan.device}, MiB", plan.memory)
+    if plan.host:
+        yield _memory("memory of a process on the host, MiB", plan.host)
+    written = ", ".join(f"{part} {n / 2**20:,.0f}" for part, n in plan.disk.items())
+    yield f"disk, MiB: {written}; in all {sum(plan.disk.values()) / 2**20:,.0f}"
+    if plan.accumulation > 1:
+        yield f"each batch is processed in {plan.accumulation} parts"
+    yield from _time(plan, times, tokens, steps)
+
+
+def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> dict[str, Any]:
+    """Return everything that the tables are made of."""
+    return {
+        "replacements": {name: layer.num_params for name, (_, layer) in plan.replacements.items()},
+        "device": str(plan.device),
+        "accumulation": plan.accumulation,
+        "memory_bytes": plan.memory,
+        "host_bytes": plan.host,
+        "peak_bytes": peak(plan.memory)[1],
+        "disk_bytes": plan.disk,
+        "work_per_token": {name: asdict(work) for name, work in plan.work.items()},
+        "groups": plan.division.groups,
+        "speeds": asdict(speeds),
+        "steps": steps,
+        "seconds_per_step": {**asdict(times), "step": times.step},
+        "tokens_per_second": tokens / times.step,
+    }
+
+
+def _work(plan: Plan, speeds: Speeds) -> Table:
+    table = Table(title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters", title_justify="left")
+    for title in ("", "parameters", "MFLOP a token", "kB moved a token", "floor, us a token"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, one in plan.work.items():
+        params = f"{plan.replacements[name][1].num_params:,}" if name in plan.replacements else ""
+        floor = one.flops / (speeds.products if params else speeds.base)
+        cells = (f"{one.flops / 1e6:,.2f}", f"{(one.moved + one.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
+        table.add_row(name, params, *cells)
+    return table
+
+
+def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
+    world = len(plan.division.shares)
+    parts = {"base model": times.base, "steps": times.steps, "Adam": times.adam}
+    if world > 1:
+        parts |= {"exchange of activations": times.exchange, "sum of gradients": times.gradients}
+        yield (
+            f"{world} processes, groups of {plan.division.parts}; for each step a process receives "
+            f"{times.exchanged / 2**20:,.1f} MiB of activations and sends {times.reduced / 2**20:,.1f} MiB of gradients"
+        )
+    listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+    yield f"expected: {times.step:.3f} s a step ({listed}), {tokens / times.step:,.0f} tokens/s"
+    yield f"in all {steps:,} steps, {_span(steps * times.step)}"
+
+
+def _span(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{seconds / 60:,.1f} minutes" if hours < 2 else f"{hours:,.1f} hours"
+
+
+def _memory(title: str, phases: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table("part", title=title, title_justify="left")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for part in dict.fromkeys(part for parts in phases.values() for part in parts):
+        cells = (f"{parts[part] / 2**20:,.0f}" if part in parts else "" for parts in phases.values())
+        table.add_row(part, *cells)
+    table.add_section()
+    table.add_row("all", *(f"{sum(parts.values()) / 2**20:,.0f}" for parts in phases.values()), style="bold")
+    return table

@@ -1,0 +1,115 @@
+"""How long a run takes, on one process or many: work divided by measured speeds.
+
+    step = base / P + exchange + max over groups (steps / s + Adam) + gradients
+
+for P processes in groups of s. What is computed takes ``FLOPs / product speed + bytes / copy speed``; the exchange of
+activations and the sum of gradients take ``bytes / network speed``. Nothing is assumed to overlap.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mxd.config import RunConfig
+from mxd.division import divide
+from mxd.machine import copy_speed, product_speed
+from mxd.model import DTYPES
+from mxd.plan import Plan
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one process's device, while the others run, too."""
+
+    products: float
+    """FLOPs a second of float32 products, or TF32 ones where a run asks for them."""
+    base: float
+    """FLOPs a second in the base model's dtype."""
+    copies: float
+    """Bytes a second read and written."""
+    network: float | None = None
+    """Bytes a second that a process sends to others, while it receives as many; ``None``: not known."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the seconds of a step go, for the slowest group."""
+
+    base: float
+    """The base model's forward, over this process's share of the tokens."""
+    steps: float
+    """Forward and backward of the replacements."""
+    adam: float
+    """Optimiser steps, which every process of a group takes alike."""
+    exchange: float
+    """Activations from those who ran the base model to those who train on them."""
+    gradients: float
+    """Summing gradients over a group."""
+    exchanged: float
+    """Bytes of activations that a process receives for a step."""
+    reduced: float
+    """Bytes of gradients that a process sends for a step."""
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.base + self.steps + self.adam + self.exchange + self.gradients
+
+
+def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
+    """Measure the device at hand, in about a second."""
+    products = product_speed(device, tf32=config.training.tf32)
+    dtype = DTYPES[config.model.dtype]
+    base = products if dtype == torch.float32 else product_speed(device, dtype)
+    return Speeds(products, base, copy_speed(device), network)
+
+
+def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> Times:
+    """Return where the seconds of a step go.
+
+    Args:
+        plan: what the run needs, and how it is divided.
+        tokens: tokens in a step.
+        speeds: of each process.
+        factor: on the time of everything that is computed.
+    """
+    world, parts = len(plan.division.shares), plan.division.parts
+    base = plan.work["base model"]
+    found = []
+    for group, share in zip(plan.division.groups, plan.division.shares[::parts], strict=True):
+        work = [plan.work[name] for name in group]
+        params = sum(plan.replacements[name][1].num_params for name in group)
+        received = tokens / parts * sum(plan.site_bytes[layer] for layer in share.layers) * (world - 1) / world
+        reduced = 8 * params * (parts - 1) / parts
+        found.append(
+            Times(
+                base=factor * tokens / world * (base.flops / speeds.base + base.moved / speeds.copies),
+                steps=factor * tokens / parts * sum(w.flops / speeds.products + w.moved / speeds.copies for w in work),
+                adam=factor * tokens * sum(w.fixed for w in work) / speeds.copies,
+                exchange=received / speeds.network if speeds.network else 0.0,
+                gradients=reduced / speeds.network if speeds.network else 0.0,
+                exchanged=received,
+                reduced=reduced,
+            )
+        )
+    return max(found, key=lambda times: times.step)
+
+
+def expected(
+    config: RunConfig, plan: Plan, network: float | None = None, tokens_per_second: float | None = None
+) -> tuple[Speeds, Times]:
+    """Measure the device at hand, and return its speeds and the times of a step.
+
+    Args:
+        config: the run.
+        plan: what it needs.
+        network: gigabytes a second between processes.
+        tokens_per_second: what one process was measured to train on this config; sets the factor.
+    """
+    speeds = measured_speeds(config, plan.device, network and network * 1e9)
+    tokens = config.training.batch_tokens
+    if tokens_per_second is None:
+        return speeds, step_times(plan, tokens, speeds)
+    alone = replace(plan, division=divide(plan.replacements, 1, tokens))
+    bare = step_times(alone, tokens, speeds).step
+    return speeds, step_times(plan, tokens, speeds, tokens / tokens_per_second / bare)

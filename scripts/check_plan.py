@@ -1,0 +1,117 @@
+"""Train a few dozen steps of each case in a process of its own, and compare its peak memory with what was planned.
+
+    python scripts/check_plan.py [--cases tiny-gpt2 ...] [--json FILE] [--check]
+
+The peak on a CPU is that of the process's resident memory; on CUDA torch's own count of what was allocated. `--check`
+exits 1 where a plan is off by more than 15%. The time that the plan expected is printed beside the one measured.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MOST = 0.15
+"""By how much a peak may differ from the plan."""
+
+WINDOWS = "--training.log_every 8 --training.tokens 98304 --training.buffer_tokens 65536"
+ONE = '--replacements [{"method":"mxd","sparsity":{"kind":"topk","k":32}}]'
+CASES = {
+    "tiny-gpt2": f"configs/tiny.yaml {WINDOWS}",
+    "tiny-neox": f"configs/tiny.yaml {WINDOWS} --model.source tiny-neox",
+    "tiny-llama": f"configs/tiny.yaml {WINDOWS} --model.source tiny-llama",
+    "tiny-gpt2, one window": f"configs/tiny.yaml {ONE} --training.tokens 98304",
+    "tiny-gpt2, 256 x": f"configs/tiny.yaml {ONE} --sizing.expansion 256 --training.tokens 65536",
+    "tiny-gpt2, 256 x, in 4 parts": f"configs/tiny.yaml {ONE} --sizing.expansion 256 --training.tokens 65536"
+    " --training.accumulation 4",
+    "smollm2-135m": "configs/smollm2-135m.yaml --training.tokens 69632",
+    "smollm2-135m, bfloat16, 4 blocks": f"configs/smollm2-135m.yaml {ONE} --layers [6,7,8,9] --model.dtype bfloat16"
+    " --training.tokens 40960 --training.buffer_tokens 32768",
+}
+"""Name -> words of `mxd train`. Two windows of activations each, but where one is said."""
+
+
+def case(words: list[str]) -> dict[str, Any]:
+    """Plan a case, train it, and return both."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*words, "--out", folder, "--run", "check"]
+        plan = Path(folder, "plan.json")
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run([sys.executable, "-m", "mxd", "plan", *words, "--json", str(plan)], check=True, **silent)
+        planned = json.loads(plan.read_text())
+        child = subprocess.run(
+            [sys.executable, __file__, "--train", *words], check=True, stdout=subprocess.PIPE, text=True
+        )
+    return {"planned": planned, **json.loads(child.stdout.splitlines()[-1])}
+
+
+def train(words: list[str]) -> dict[str, Any]:
+    """Train a case in this process; return its peak memory and the seconds of its steps, those of each report."""
+    import torch
+
+    from mxd.config import load_config
+    from mxd.train import train as run
+
+    begin = time.perf_counter()
+    folder = run(load_config(words[0], words[1:]))
+    seconds = time.perf_counter() - begin
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = [line for line in lines if line["replacement"] == lines[0]["replacement"]]
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak()
+    return {"peak_bytes": peak, "seconds": seconds, "training_seconds": sum(line["seconds"] for line in first)}
+
+
+def resident_peak() -> int:
+    """Return this process's largest resident memory so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where a plan is off by more than {MOST:.0%}")
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        print(json.dumps(train(args.train)))
+        return
+    print("| case | planned MiB | while | measured MiB | planned / measured | expected s | measured s |")
+    print("|---|---|---|---|---|---|---|")
+    rows, wrong = [], []
+    for name in args.cases:
+        row = {"case": name, **case(CASES[name].split())}
+        rows.append(row)
+        planned = row["planned"]["peak_bytes"]
+        phases = row["planned"]["memory_bytes"]
+        phase = max(phases, key=lambda one: sum(phases[one].values()))
+        ratio = planned / row["peak_bytes"]
+        steps = row["planned"]["steps"] * row["planned"]["seconds_per_step"]["step"]
+        print(
+            f"| {name} | {planned / 2**20:,.0f} | {phase} | {row['peak_bytes'] / 2**20:,.0f} | {ratio:.3f} | "
+            f"{steps:,.1f} | {row['training_seconds']:,.1f} |",
+            flush=True,
+        )
+        if abs(ratio - 1) > MOST:
+            wrong.append(f"{name}: planned {ratio:.2f} x the peak measured")
+    if args.json:
+        machine = {"processor": platform.processor() or platform.machine(), "system": platform.platform()}
+        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    if args.check:
+        print("\n".join(wrong) or f"every plan is within {MOST:.0%}")
+        sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Train on 1, 2 and 4 processes of this machine, and compare the seconds of a step with the cost model's.
+
+    python scripts/check_scaling.py [--worlds 1 2 4] [--config configs/tiny.yaml] [--json FILE] [--check]
+
+Each process has one thread. The speeds that the model divides by are measured in a launch of as many processes, all at
+once: they share cores and memory, and exchange through gloo. What is checked is how time changes with the number of
+processes: the model is scaled to the run of one. `--check` exits 1 where it is then off by more than a half.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MOST = 1.5
+"""By how much model and measurement may differ, as a factor."""
+
+WORDS = [
+    *("--training.tokens", "98304", "--training.buffer_tokens", "16384", "--training.log_every", "4"),
+    *("--model.device", "cpu", "--replacements"),
+    '[{"method": "mxd", "sparsity": {"kind": "topk", "k": [8, 32]}},'
+    ' {"method": "transcoder", "sparsity": {"kind": "topk", "k": [8, 32]}}]',
+]
+"""Four replacements; four steps to a window of activations and to a line of metrics."""
+
+
+def launch(world: int, *words: str) -> None:
+    """Run Python with these words in so many processes."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *words]
+    if world == 1:
+        command = [word for word in words if word != "--no-python"]
+    done = subprocess.run([sys.executable, *command], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    if done.returncode:
+        sys.exit(done.stderr.decode()[-2000:])
+
+
+def seconds_per_step(world: int, groups: int, config: str) -> float:
+    """Train, and return the median over windows but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch(world, "-m", "mxd", "train", config, *WORDS, "--out", folder, "--run", "r", "--groups", str(groups))
+        lines = [json.loads(line) for line in Path(folder, "r", "metrics.jsonl").read_text().splitlines()]
+    own = [line["seconds"] for line in lines if line["replacement"] == lines[0]["replacement"]]
+    return statistics.median(own[1:]) / 4
+
+
+def speeds(world: int) -> dict[str, float]:
+    """Return the speeds of one of so many processes, while all of them work."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch(world, __file__, "--measure", str(Path(folder, "speeds.json")))
+        return json.loads(Path(folder, "speeds.json").read_text())
+
+
+def measure(file: Path) -> None:
+    """Measure in this process, one of a launch."""
+    import torch
+
+    from mxd.distributed import launched
+    from mxd.machine import copy_speed, product_speed
+
+    with launched() as processes:
+        found = []
+        for _ in range(3):
+            processes.gather(None)  # begin together
+            products = product_speed(torch.device("cpu"))
+            processes.gather(None)  # begin together
+            found.append((products, copy_speed(torch.device("cpu")), network_speed(processes)))
+        together = [statistics.fmean(part) for part in zip(*found, strict=True)]
+        shared = [statistics.fmean(part) for part in zip(*processes.gather(together), strict=True)]
+        if processes.first:
+            file.write_text(json.dumps(dict(zip(("products", "copies", "network"), shared, strict=True))))
+
+
+def network_speed(processes: Any) -> float:
+    """Return the bytes a second that this process receives when all send one another rows."""
+    import torch
+
+    if not processes.many:
+        return 1e12
+    rows = torch.zeros(processes.world * 4096, 256)
+    counts = [4096] * processes.world
+    processes.exchange(rows, counts, counts)
+    begin = time.perf_counter()
+    for _ in range(5):
+        processes.exchange(rows, counts, counts)
+    return 5 * rows.numel() * 4 * (processes.world - 1) / processes.world / (time.perf_counter() - begin)
+
+
+def modelled(world: int, groups: int, config: str, found: dict[str, float]) -> dict[str, float]:
+    """Return the model's seconds of a step, by part."""
+    from dataclasses import asdict
+
+    from mxd.config import load_config
+    from mxd.plan import plan_run
+    from mxd.scaling import Speeds, step_times
+
+    run = load_config(config, WORDS)
+    at = Speeds(found["products"], found["products"], found["copies"], found["network"])
+    times = step_times(plan_run(run, world=world, groups=groups), run.training.batch_tokens, at)
+    return {**asdict(times), "step": times.step}
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where a factor is beyond {MOST}")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.measure)
+        return
+    print("| processes | groups | s a step | model | model / measured | scaled | GFLOP/s | copy, GB/s | gloo, GB/s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
+    wrong = []
+    for world in args.worlds:
+        found = speeds(world)
+        for groups in sorted({world, 1}, reverse=True):
+            own, model = seconds_per_step(world, groups, args.config), modelled(world, groups, args.config, found)
+            row = {"processes": world, "groups": groups, "seconds": own, "model": model, "speeds": found}
+            rows.append(row | {"ratio": model["step"] / own})
+            relative = rows[-1]["ratio"] / rows[0]["ratio"]
+            rates = " | ".join(f"{found[name] / 1e9:,.1f}" for name in ("products", "copies"))
+            network = f"{found['network'] / 1e9:,.2f}" if world > 1 else ""
+            print(
+                f"| {world} | {groups} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | {relative:.2f} | "
+                f"{rates} | {network} |",
+                flush=True,
+            )
+            if not 1 / MOST < relative < MOST:
+                wrong.append(f"{world} processes in {groups} groups: {relative:.2f} x the ratio of one process")
+    if args.json:
+        args.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=2) + "\n")
+    if args.check:
+        print("\n".join(wrong) or f"every time is within a factor of {MOST}")
+        sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

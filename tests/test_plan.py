@@ -1,0 +1,248 @@
+"""What a run needs: costs found on the meta device are those of the real code, and the sums are right."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command import mxd
+from runs import small
+
+from mxd import machine
+from mxd import plan as plan_module
+from mxd.errors import MxdError
+from mxd.layers import LAYERS, MLPShape, size
+from mxd.machine import _group_limits, copy_speed, free_disk, product_speed
+from mxd.meter import meter
+from mxd.model import load_frozen, outline
+from mxd.ops import metered_as
+from mxd.plan import as_recorded, check_memory, peak, plan_run, prepare
+from mxd.scaling import Speeds, expected, step_times
+from mxd.train import train
+
+MIB = 2**20
+EVERYTHING = [
+    {"method": "mxd", "sparsity": {"kind": "topk", "k": 8}},
+    {"method": "transcoder", "sparsity": {"kind": "random_k", "k": 8}},
+    {"method": "transcoder", "skip": True, "sparsity": {"kind": "relu_l1"}},
+    {"method": "cp_mumoe", "rank": 64, "sparsity": {"kind": "topk", "k": 8}},
+    {"method": "topk_sae", "sparsity": {"kind": "topk", "k": 8}},
+]
+
+
+def test_a_meter_counts_products_traffic_and_what_is_alive() -> None:
+    x, w = torch.empty(100, 30, device="meta"), torch.empty(30, 50, device="meta")
+
+    def run() -> torch.Tensor:
+        a = x @ w  # 20,000 bytes
+        b = a.relu()  # as many
+        del a
+        return b.view(50, 100).sum()
+
+    cost = meter(run)
+    assert cost.flops == 2 * 100 * 30 * 50
+    assert cost.peak == 2 * 20_000 and cost.largest == 20_000
+    assert cost.moved == (4 * (3000 + 1500) + 20_000) + 40_000 + 20_004  # nothing for the view
+
+
+def test_a_meter_answers_questions_about_numbers_that_are_not_there() -> None:
+    x = torch.empty(5, dtype=torch.int64, device="meta")
+    assert meter(lambda: float(x.sum()) == 0 and bool((x == 3).all()) and x.bincount(minlength=7)).flops == 0
+    found = []
+    meter(lambda: found.extend((float(x.sum()), bool((x == 3).all()), tuple(x.bincount(minlength=7).shape))))
+    assert found == [0.0, True, (7,)]
+
+
+@pytest.mark.parametrize("fields", EVERYTHING, ids=lambda fields: fields["method"] + fields["sparsity"]["kind"])
+def test_a_step_costs_on_the_meta_device_what_it_costs_on_the_cpu(fields: dict) -> None:
+    shape = MLPShape(64, 64, 256, "gelu_tanh", False)
+    method = LAYERS[fields["method"]]
+    config = size(method.model_validate(fields).inherit(shape), 16)
+
+    def step(device: str) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            layer = config.given().build().train()
+        x = torch.randn(2500, 64, device=device)
+        if fields["sparsity"]["kind"] == "random_k":
+            layer.sparsity.reach = 0  # draws no number
+        (layer.decode(x, layer.encode(x)) - x).square().mean().backward()
+
+    with metered_as("cpu"):
+        there, here = meter(lambda: step("meta")), meter(lambda: step("cpu"))
+    assert there.flops == here.flops > 0
+    assert there.peak == pytest.approx(here.peak, rel=0.02)
+    assert there.moved == pytest.approx(here.moved, rel=0.02)
+
+
+def test_products_of_a_step_are_those_that_none_avoids(tmp_path: Path) -> None:
+    plan = plan_run(small(tmp_path, replacements=EVERYTHING))
+    d, hidden = 128, 512
+    units = {name: layer.num_units for name, (_, layer) in plan.replacements.items()}
+    flops = {name: work.flops for name, work in plan.work.items()}
+    encoder = 2 * 2 * d * hidden  # forward, and for its own gradient
+    assert flops["layer2-mxd-k8"] == 2 * d * units["layer2-mxd-k8"] + encoder + 3 * 2 * hidden * d
+    assert flops["layer2-tc-randomk8"] == 2 * d * units["layer2-tc-randomk8"]
+    rank = 3 * 2 * hidden * 64 + 3 * 2 * 64 * d
+    assert flops["layer2-cp-mumoe-r64-k8"] == 2 * d * units["layer2-cp-mumoe-r64-k8"] + encoder + rank
+    per_block = 2 * 12 * d * d + 2 * 2 * 128 * d  # attention over 128 positions; the last block ends with its MLP
+    assert flops["base model"] == 3 * per_block
+
+
+def test_memory_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:2])
+    plan = plan_run(config)
+    steps, record = plan.memory["taking steps"], plan.memory["recording activations"]
+    state = steps["replacements"] + steps["gradients"] + steps["Adam's moments"]
+    assert plan.params == sum(layer.num_params for _, layer in plan.replacements.values())
+    assert state == 16 * plan.params
+    sites = 2 * 2 * 128 * 4
+    training = config.training
+    assert steps["activations"] == sites * (training.buffer_tokens + training.batch_tokens)
+    assert training.tokens > training.buffer_tokens and record["activations"] == sites * training.buffer_tokens
+    assert steps["base model"] == 4 * sum(p.numel() for p in outline("tiny-gpt2").module.parameters())
+    assert peak(plan.memory) == max(((n, sum(p.values())) for n, p in plan.memory.items()), key=lambda item: item[1])
+    assert plan.disk["layers"] == 4 * plan.params and plan.disk["3 states"] >= 3 * 12 * plan.params
+    once = plan_run(small(tmp_path, training={"tokens": training.buffer_tokens}))
+    assert "gradients" not in once.memory["recording activations"]  # one window: recorded before the first step
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = outline("tiny-gpt2")
+    shape.config.save_pretrained(tmp_path / "model")
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["config.json"]
+    here = plan_run(small(tmp_path, model={"source": str(tmp_path / "model")}))
+    assert here.work == plan_run(small(tmp_path)).work
+    loaded = plan_run(small(tmp_path), load_frozen("tiny-gpt2", device="cpu").module)
+    assert loaded.work == here.work and loaded.replacements == here.replacements
+    with pytest.raises(MxdError, match=r"cannot load base model .*\n.*a local folder with a config.json"):
+        outline(tmp_path)
+
+
+def test_half_precision_halves_the_base_model_alone(tmp_path: Path) -> None:
+    whole, half = (plan_run(small(tmp_path, model={"dtype": dtype})) for dtype in ("float32", "bfloat16"))
+    a, b = whole.memory["recording activations"], half.memory["recording activations"]
+    assert b["base model"] == a["base model"] // 2 and b["forward"] < 0.8 * a["forward"]
+    assert b["activations"] == a["activations"]
+
+
+def test_batches_are_split_in_as_few_parts_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = {"batch_tokens": 4096, "buffer_tokens": 4096, "tokens": 8192}
+    dense = [{"method": "transcoder", "sparsity": {"kind": "relu_l1"}}]  # whose codes are as large as can be
+    config = small(tmp_path, replacements=dense, training=batches)
+    given = [small(tmp_path, replacements=dense, training={**batches, "accumulation": n}) for n in (1, 2, 4)]
+    needs = [peak(plan_run(one).memory)[1] for one in given]
+    assert needs[0] > needs[1] + 20 * MIB > needs[2] + 30 * MIB
+    assert plan_run(config).accumulation == 1
+    for free, number in ((needs[0] + 5 * MIB, 1), (needs[1] + 5 * MIB, 2), (needs[2] + 5 * MIB, 4)):
+        monkeypatch.setattr(plan_module, "free_memory", lambda device, free=free: free)
+        assert prepare(config)[0].training.accumulation == number
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: MIB)
+    with pytest.raises(MxdError, match=r"set training.accumulation to auto"):
+        prepare(config)
+
+
+def test_a_resumed_run_keeps_its_number_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path)
+    monkeypatch.setattr(plan_module, "_fits", lambda plan: plan.accumulation == 2)
+    folder = train(config)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["accumulation"] == 2
+    monkeypatch.undo()
+    assert plan_run(config).accumulation == 1
+    assert as_recorded(config).training.accumulation == 2
+    assert train(config, resume=True) == folder  # and is not refused as another config
+    other = small(tmp_path, training={"accumulation": 4})
+    assert as_recorded(other) == other
+
+
+def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path, training={"buffer_tokens": 65536})
+    plan = plan_run(config)
+    needed = peak(plan.memory)[1]
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: needed)
+    check_memory(config, plan)
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: needed - 1)
+    with pytest.raises(MxdError, match=r"GiB are free on cpu: .*activations \d.*Lower training.buffer_tokens"):
+        check_memory(config, plan)
+    monkeypatch.undo()
+    monkeypatch.setattr(plan_module, "free_disk", lambda folder: sum(plan.disk.values()) - 1)
+    with pytest.raises(MxdError, match=r"GiB are free at .*3 states \d.*Choose another folder"):
+        check_memory(config, plan)
+    beside = replace(plan, memory={"a": {"b": 1}}, host={"a": {"b": 2**60}})
+    with pytest.raises(MxdError, match="free on the host"):
+        check_memory(config, beside)
+
+
+def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
+    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:1])
+    speeds = Speeds(products=1e9, base=2e9, copies=1e8, network=1e7)
+    tokens, site = config.training.batch_tokens, 2 * 128 * 4
+    one = step_times(plan_run(config), tokens, speeds)
+    work = plan_run(config).work
+    base = work.pop("base model")
+    assert one.base == pytest.approx(tokens * (base.flops / 2e9 + base.moved / 1e8))
+    assert one.steps == pytest.approx(tokens * sum(w.flops / 1e9 + w.moved / 1e8 for w in work.values()))
+    assert one.exchange == one.gradients == 0
+    apart = step_times(plan_run(config, world=2), tokens, speeds)  # a block each
+    assert apart.base == pytest.approx(one.base / 2) and apart.steps == pytest.approx(one.steps / 2)
+    assert apart.adam == pytest.approx(one.adam / 2) and apart.gradients == 0
+    assert apart.exchange == pytest.approx(tokens * site / 2 / 1e7)  # half of its block's rows come from the other
+    shared = step_times(plan_run(config, world=2, groups=1), tokens, speeds)
+    assert shared.adam == pytest.approx(one.adam)  # each takes the whole step
+    assert shared.steps == pytest.approx(one.steps / 2, rel=0.1)  # but for the weights, which both read
+    params = sum(layer.num_params for _, layer in plan_run(config).replacements.values())
+    assert shared.gradients == pytest.approx(4 * params / 1e7)  # 2 (s - 1) / s of them, for s = 2
+    assert shared.exchange == pytest.approx(tokens / 2 * 2 * site / 2 / 1e7)
+    assert step_times(plan_run(config), tokens, speeds, factor=3.0).step == pytest.approx(3 * one.step)
+
+
+def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:
+    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:1])
+    plan = plan_run(config, world=2)
+    _, times = expected(config, plan, tokens_per_second=1000.0)
+    rate = config.training.batch_tokens / times.step
+    assert rate == pytest.approx(2000.0)  # two blocks alike on two processes, and a network that takes no time
+    _, slower = expected(config, plan, network=1e-6, tokens_per_second=1000.0)
+    assert slower.exchange > 1 and slower.step > times.step
+
+
+def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "plan.json"
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small(tmp_path).model_dump(mode="json")))
+    code, out, _ = mxd(capsys, "plan", config, "--json", file, "--processes", "2", "--groups", "1", "--network", "1")
+    assert code == 0
+    for word in ("layer2-mxd-k8", "base model", "gradients", "Adam's moments", "forward", "largest step", "3 states"):
+        assert word in out
+    assert "2 processes, groups of 2" in out and out.endswith("it fits\n")
+    found = json.loads(file.read_text())
+    assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["memory_bytes"].values())
+    assert not (tmp_path / "r").exists()
+    code, _, err = mxd(capsys, "plan", config, "--layers", "[99]")
+    assert code == 1 and "out of range" in err
+    code, _, err = mxd(capsys, "plan", config, "--processes", "2", "--groups", "3")
+    assert code == 1 and "cannot make 3 groups" in err
+
+
+def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+    def group(path: Path, most: str, used: int, cached: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "memory.max").write_text(f"{most}\n")
+        (path / "memory.current").write_text(f"{used}\n")
+        (path / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    group(root / "job", "1000", 700, 50)
+    group(root / "job" / "step", "max", 700, 50)
+    own.write_text("4:memory:/elsewhere\n0::/job/step\n")
+    assert list(_group_limits(root, own)) == [350]
+    assert list(_group_limits(root, tmp_path / "none")) == []
+
+
+def test_speeds_and_free_disk_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LENGTH", 0.01)
+    cpu = torch.device("cpu")
+    assert product_speed(cpu) > 1e8 and copy_speed(cpu) > 1e7
+    assert free_disk(tmp_path / "not" / "there") == pytest.approx(free_disk(tmp_path), rel=0.1)
