@@ -1,16 +1,25 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each sets up .venv first.
+# The tests of the report's page need a Chromium and are skipped without; `make browser` installs one where it can.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+HAS_BROWSER := $(PYTHON) -c 'import sys; sys.path.insert(0, "tests/report"); import chromium; sys.exit(not chromium.find_browser())'
 
-.PHONY: demo test check format clean
+.PHONY: demo test browser check format clean
 
 demo: $(READY)
 	$(BIN)/mxd demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Only as root and from the system's own packages, and never a reason to fail: without a browser its tests are skipped.
+browser:
+	@$(HAS_BROWSER) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium fonts-liberation >/dev/null; } || true
+	@$(HAS_BROWSER) && echo "browser: ready" || \
+		echo "browser: none, its tests will be skipped; as root: apt-get install chromium, or install Google Chrome"
 
 check: $(READY)
 	$(BIN)/ruff format --check .

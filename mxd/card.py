@@ -19,6 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from mxd.errors import MxdError
 from mxd.layers import ReplacementConfig
+from mxd.markdown import grid, literal
+from mxd.plain import sayable
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),
@@ -163,8 +165,8 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
     """
     origin = member.origin
     text = [
-        f"# {member.config.label} for the MLP of block {origin.layer} of {_text(origin.model)}",
-        f"This layer replaces the MLP of block {origin.layer} (counted from 0) of {_text(origin.model)}. "
+        f"# {member.config.label} for the MLP of block {origin.layer} of {literal(origin.model)}",
+        f"This layer replaces the MLP of block {origin.layer} (counted from 0) of {literal(origin.model)}. "
         f"Method: **{member.config.label}** with {member.config.num_units:,} units and sparsity "
         f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP.",
         *_use(member, address, None),
@@ -231,7 +233,7 @@ def _card(text: Iterable[str], members: Sequence[Member], license: str | None, t
         model_name=title if results else None,
         eval_results=results or None,
     )
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"
+    return sayable(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
 
 def _tags(members: Sequence[Member]) -> list[str]:
@@ -314,13 +316,15 @@ def _what(members: Sequence[Member]) -> list[str]:
             for m in members
         ),
     ]
-    bases = sorted({f"{_text(m.origin.model)}, revision {_text(m.origin.revision or 'not known')}" for m in members})
-    reads = sorted({_text(m.origin.input_convention) for m in members})
+    bases = sorted(
+        {f"{literal(m.origin.model)}, revision {literal(m.origin.revision or 'not known')}" for m in members}
+    )
+    reads = sorted({literal(m.origin.input_convention) for m in members})
     masked = sorted({i for m in members for i in m.origin.masked_ids})
     return [
         "## What it is",
-        _table(rows),
-        f"- Base model: {'; '.join(bases)}; run in {_text(first.model_dtype)}. Splicing compares the fingerprint.\n"
+        grid(rows),
+        f"- Base model: {'; '.join(bases)}; run in {literal(first.model_dtype)}. Splicing compares the fingerprint.\n"
         f"- Reads: {'; '.join(reads)}.\n"
         f"- Masked tokens: {f'ids {masked}; there the base MLP answers' if masked else 'none'}.",
     ]
@@ -352,8 +356,8 @@ def _recipe(origin: Origin) -> str:
         "seed": origin.seed,
         "versions": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
     }
-    rows = [[name, _text(value)] for name, value in facts.items() if value not in (None, "")]
-    return _table([["setting", "value"], *rows]) + "\n\n`config.json` holds every setting."
+    rows = [[name, literal(value)] for name, value in facts.items() if value not in (None, "")]
+    return grid([["setting", "value"], *rows]) + "\n\n`config.json` holds every setting."
 
 
 def _measured(members: Sequence[Member], figure: bool) -> list[str]:
@@ -364,7 +368,7 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     text = [
         "## Evaluation",
         " ".join(sorted({_caption(m) for m in measured})),
-        _table([header, *(_row(m) for m in members)]),
+        grid([header, *(_row(m) for m in members)]),
         "*NMSE*: normalized squared error of the MLP's output; *FVU*: its unexplained share of variance; *L0*: units "
         "active for a token; *dead*: share of units never active; *routed*: energy of what routing adds, relative to "
         "the output's; *CE increase*: what the splice adds to the next-token loss, in nats, with its standard error; "
@@ -380,8 +384,8 @@ def _caption(member: Member) -> str:
     assert result is not None and evaluation is not None
     zero = f", {result.ce_zero:.4f} with the MLP of block {member.origin.layer} zero-ablated" if result.ce_zero else ""
     return (
-        f"On {result.tokens:,} held-out tokens of {_text(evaluation.data.get('source'))} "
-        f"({_text(evaluation.data.get('split'))}), each layer spliced in alone: the base model's cross-entropy is "
+        f"On {result.tokens:,} held-out tokens of {literal(evaluation.data.get('source'))} "
+        f"({literal(evaluation.data.get('split'))}), each layer spliced in alone: the base model's cross-entropy is "
         f"{result.ce_base:.4f} nats per token{zero}."
     )
 
@@ -453,19 +457,8 @@ def _is_id(name: str) -> bool:
     return True
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-
 def _list(values: Iterable[str]) -> str:
-    return ", ".join(_text(value) for value in values)
-
-
-def _text(value: object) -> str:
-    """Return a value as one line of Markdown that shows it literally."""
-    line = " ".join(str(value).split())
-    return re.sub(r"([\\`*_{}\[\]|~]|:(?=//))", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;"))
+    return ", ".join(literal(value) for value in values)
 
 
 def _code(value: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mxd.checkpoint import Trained, find_layers, load_layer, versions, write_json
+from mxd.checkpoint import Trained, find_layers, load_layer, versions, whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data import Blocks, documents, token_blocks
 from mxd.errors import MxdError
@@ -59,7 +59,7 @@ class Subject:
 def open_checkpoints(
     paths: Sequence[str | Path],
     data: Mapping[str, Any] | None = None,
-    model: str | None = None,
+    model: str | FrozenModel | None = None,
     device: str = "auto",
 ) -> Subject:
     """Load checkpoints of one base model, and that model.
@@ -67,8 +67,9 @@ def open_checkpoints(
     Args:
         paths: layer folders, run folders (all layers in them), or Hub references to either.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
-        model: base model to use in place of the one the checkpoints name (a local copy of it, say).
-        device: where to run.
+        model: base model to use in place of the one the checkpoints name: a local copy of it, say, or one that is
+            loaded already.
+        device: where to run; a loaded model stays where it is.
 
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
@@ -137,17 +138,14 @@ def held_out_blocks(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
 
 
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
-    """Write results as JSON.
+    """Write results as JSON; a file that was there stays whole until the new one is.
 
     Raises:
         MxdError: the file cannot be written.
     """
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dict(results))
-    except OSError as error:
-        raise MxdError(f"cannot write {path}: {error.strerror}.") from error
+    with whole_file(path) as file:
+        write_json(file, dict(results))
     return path
 
 

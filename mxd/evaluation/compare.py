@@ -17,7 +17,9 @@ from mxd.evaluation.probing import probe_checkpoints
 from mxd.evaluation.steering import steer_checkpoints
 from mxd.evaluation.structure import evaluate_structure
 from mxd.evaluation.units import evaluate_units
+from mxd.plan import check_memory, plan_run
 from mxd.progress import console
+from mxd.stream import load_base
 from mxd.train import train
 
 RATIO = 2.0
@@ -37,12 +39,14 @@ def compare(config: RunConfig) -> Path:
     Raises:
         MxdError: as ``train`` and the evaluations; what was answered before stays.
     """
-    folder = train(config, resume=(config.folder / "config.yaml").exists())
+    check_memory(config, plan_run(config))  # as ``train`` does, but before anything is loaded
+    base = load_base(config)
+    folder = train(config, resume=(config.folder / "config.yaml").exists(), model=base)
     asked = config.evaluation
     open_questions = [question for question in asked.questions if not _answered(folder, question, asked)]
     if not open_questions:
         return folder
-    subject = open_checkpoints([folder], {"split": asked.split}, device=config.model.device)
+    subject = open_checkpoints([folder], {"split": asked.split}, base)
     for question in open_questions:
         console.print(f"{question}:")
         answer, _ = ANSWERS[question]

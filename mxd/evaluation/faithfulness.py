@@ -5,9 +5,8 @@ own token is not. The blocks below the lowest spliced one run once for all repla
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from mxd.checkpoint import Trained, load_layer
 from mxd.data import Blocks, mask_of
 from mxd.errors import MxdError
-from mxd.evaluation.structure import CodeMoments, Structure
+from mxd.evaluation.structure import CodeMoments, Structure, streamed
 from mxd.layers import ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
@@ -177,7 +176,7 @@ def evaluate(
     """
     sets: Sets = {name: {n: _loaded(r) for n, r in members.items()} for name, members in given.items()}
     masked = _common_mask(sets) if masked_ids is None else tuple(masked_ids)
-    batches = _batches(blocks, tokens, forward_contexts)
+    batches = list(streamed(blocks, tokens, forward_contexts))
     layers = sorted({number for members in sets.values() for number in members})
     if not layers:
         raise MxdError("nothing to evaluate: give at least one replacement.")
@@ -294,21 +293,6 @@ def _summary(base: Mean, spliced_in: Prediction, zero: Prediction, mean: Predict
         "kl_se": spliced_in.kl.standard_error,
         "top1_agreement": spliced_in.agreement.value,
     }
-
-
-def _batches(blocks: Blocks, tokens: int, forward_contexts: int | None) -> list[Int[np.ndarray, "_ seq"]]:
-    stream: Iterator[np.ndarray] = blocks(0)
-    rows: list[np.ndarray] = []
-    while sum(map(len, rows)) < tokens:
-        row = next(stream, None)
-        if row is None:
-            break
-        rows.append(row)
-    if not rows:
-        raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
-    pieces = iter(rows)
-    forward_contexts = forward_contexts or max(1, 1024 // len(rows[0]))
-    return [np.stack(piece) for piece in iter(lambda: list(islice(pieces, forward_contexts)), [])]
 
 
 def _common_mask(sets: Sets) -> tuple[int, ...]:

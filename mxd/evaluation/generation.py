@@ -16,12 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mxd.data import head_ids
 from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
 from mxd.model import FrozenModel
 from mxd.progress import progress
 from mxd.splice import spliced
+
+Choice = Callable[[int, Float[Tensor, "batch vocab"], Int[Tensor, "batch seq"]], Int[Tensor, " batch"]]
+"""(step, logits of the next token, tokens so far) -> the next token."""
 
 Z = 1.959964
 """Standard normal quantile of a two-sided 95% interval."""
@@ -103,8 +107,7 @@ def prompts(
     Raises:
         MxdError: no text has that many words, ``words`` or ``limit`` is below 1, or there is no tokenizer.
     """
-    if tokenizer is None:
-        raise MxdError("the base model has no tokenizer; load the model with one, or give prompts as token ids.")
+    head = head_ids(tokenizer, bos)
     for name, value in (("words", words), ("limit", limit)):
         _check_positive(name, value)
     opening = re.compile(rf"\s*(\S+(?:\s+\S+){{{words - 1}}})")
@@ -116,7 +119,6 @@ def prompts(
             break
     if not found:
         raise MxdError(f"no prompts: no text has {words} words; give other texts or a smaller number of words.")
-    head = [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
     return [head + ids for ids in tokenizer(list(found), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
@@ -224,7 +226,7 @@ def _greedy(
     added = torch.empty(len(prompts), new_tokens, dtype=torch.long)
     for numbers in _batches(prompts, batch):
         ids = torch.tensor([list(prompts[number]) for number in numbers], device=model.device)
-        added[numbers] = _continue(model, ids, new_tokens).cpu()
+        added[numbers] = continued(model, ids, new_tokens, lambda _, logits, __: logits.argmax(-1)).cpu()
         advance(len(numbers) * new_tokens)
     return added
 
@@ -237,13 +239,15 @@ def _batches(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
     return [same[i : i + batch] for same in by_length.values() for i in range(0, len(same), batch)]
 
 
-def _continue(model: FrozenModel, ids: Int[Tensor, "batch seq"], new_tokens: int) -> Int[Tensor, "batch new_tokens"]:
-    """Return the greedy continuations of prompts of one length; a model without a cache is given everything again."""
+def continued(
+    model: FrozenModel, ids: Int[Tensor, "batch seq"], new_tokens: int, choose: Choice
+) -> Int[Tensor, "batch new_tokens"]:
+    """Return continuations of prompts of one length; a model without a cache is given everything again."""
     whole, fed, cache = ids, ids, None
-    for _ in range(new_tokens):
+    for step in range(new_tokens):
         out = model.module(input_ids=fed, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        chosen = out.logits[:, -1].argmax(-1, keepdim=True).to(ids.device)
+        chosen = choose(step, out.logits[:, -1].to(ids.device), whole).unsqueeze(-1)
         whole = torch.cat([whole, chosen], 1)
         fed = whole if cache is None else chosen
     return whole[:, ids.shape[1] :]

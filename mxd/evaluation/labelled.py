@@ -1,7 +1,6 @@
 """Labelled texts for probing: the bundled sets, CSV, JSONL and Parquet files, datasets of the Hub."""
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from mxd.errors import MxdError
 from mxd.model import bundled_path
+from mxd.plain import parse_json, regular, sayable
 
 LEVELS = ("sample", "token")
 
@@ -59,7 +59,7 @@ def labelled_texts(
         path, level = bundled_path("probing") / f"{source}.parquet", BUNDLED_SETS[source]
         return _checked(source, _rows(path), "text", "label", level)
     path = Path(source)
-    if path.suffix in SUFFIXES or path.exists():
+    if path.suffix in SUFFIXES or _exists(path):
         if not path.is_file() or path.suffix not in SUFFIXES:
             raise MxdError(f"no labelled texts at {source!r}; expected a file: {', '.join(SUFFIXES)}.")
         return _checked(path.stem, _rows(path), text_column, label_column)
@@ -69,6 +69,13 @@ def labelled_texts(
             "(`python scripts/fetch_probing.py` fetches some) or a Hub dataset, org/name[:config][@revision]."
         )
     return _checked(source, _hub(source, split, label_column), text_column, label_column)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # longer than a name can be
+        return False
 
 
 def _checked(
@@ -89,8 +96,8 @@ def _checked(
             raise MxdError(
                 f"{name}, row {number}: {label_column!r} is {label!r}; expected the name or number of a class."
             )
-        texts.append(text)
-        labels.append(str(label))
+        texts.append(sayable(text))
+        labels.append(sayable(str(label)))
     found = LabelledTexts(name, texts, labels, level)
     if len(found.classes) < 2:
         got = f"only {found.classes[0]!r}" if found.classes else "no rows"
@@ -102,17 +109,17 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         if path.suffix == ".csv":
             csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, which a long document exceeds
-            with path.open(encoding="utf-8-sig", newline="") as file:
+            with regular(path).open(encoding="utf-8-sig", newline="") as file:
                 yield from csv.DictReader(file)
         elif path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as file:
+            with regular(path).open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield _object(json.loads(line), path, number)
+                        yield _object(parse_json(line), path, number)
         else:
             import pyarrow.parquet as pq
 
-            for batch in pq.ParquetFile(path).iter_batches():
+            for batch in pq.ParquetFile(regular(path)).iter_batches():
                 yield from batch.to_pylist()
     except (OSError, ValueError, csv.Error) as error:
         raise MxdError(f"cannot read labelled texts from {str(path)!r}: {error}") from error

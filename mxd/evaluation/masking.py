@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
-from mxd.data import mask_of
+from mxd.data import head_ids, mask_of
 from mxd.errors import MxdError
 from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.structure import codes, evaluating
@@ -287,7 +287,10 @@ def scored_texts(
         if column not in table.column_names:
             have = ", ".join(table.column_names)
             raise MxdError(f"{path}: no column {column!r}; it has: {have}. Set --text-column, --score-column.")
-    texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()
+    try:
+        texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()
+    except (ValueError, KeyError) as error:  # not UTF-8; two columns of one name
+        raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
     for row, (text, score) in enumerate(zip(texts, scores, strict=True), 1):
         if not isinstance(text, str) or not isinstance(score, int | float) or not np.isfinite(score):
             raise MxdError(f"{path}, row {row}: got the text {text!r} and the score {score!r}; expected a number.")
@@ -311,9 +314,7 @@ def halves(
     """
     _at_least("limit", limit, 2)
     _at_least("context", context, 2)
-    if tokenizer is None:
-        raise MxdError("the base model has no tokenizer.")
-    head = [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
+    head = head_ids(tokenizer, bos)
     choosing, measuring = [], []
     for group, name in enumerate(names):
         numbers = [n for n, of in enumerate(groups) if of == group and texts[n].strip()]

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
+from mxd.data import head_ids
 from mxd.errors import MxdError, unknown
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.labelled import LEVELS, LabelledTexts, labelled_texts
@@ -360,8 +361,7 @@ def _units(trained: Trained | None, pooled: Float[Tensor, "texts width"]) -> Uni
 
 
 def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[LabelledTexts]) -> None:
-    if model.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; load the model with one.")
+    head_ids(model.tokenizer)  # only to hear now that there is none
     if not layers or not sets:
         raise MxdError("nothing to probe: give at least one checkpoint and one labelled set.")
     names = [texts.name for texts in sets]
@@ -375,7 +375,7 @@ def _read(texts: LabelledTexts, tokenizer: Any, probes: Probes, masked: set[int]
     """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
     level = probes.level_of(texts)
     side = probes.side_of(level)
-    head = [tokenizer.bos_token_id] if probes.bos and tokenizer.bos_token_id is not None else []
+    head = head_ids(tokenizer, probes.bos)
     room, needed = probes.context - len(head), MIN_TOKENS if level == "sample" else 1
     order = np.random.RandomState(probes.seed).permutation(len(texts.texts))[: probes.limit]  # as the paper's code
     given = tokenizer([texts.texts[i] for i in order], add_special_tokens=False, verbose=False)["input_ids"]

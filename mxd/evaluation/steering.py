@@ -27,9 +27,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mxd.checkpoint import Trained
+from mxd.data import head_ids
 from mxd.errors import MxdError, unknown
 from mxd.evaluation.checkpoints import Subject
-from mxd.evaluation.generation import greedy
+from mxd.evaluation.generation import continued, greedy
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, load_frozen
 from mxd.progress import progress
@@ -426,10 +427,7 @@ def choose(
 
 
 def _prompt(model: FrozenModel, how: Steering) -> list[int]:
-    if model.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; load the model with one.")
-    bos = model.tokenizer.bos_token_id if how.bos else None
-    head = [] if bos is None else [bos]
+    head = head_ids(model.tokenizer, how.bos)
     ids = head + model.tokenizer(how.prompt, add_special_tokens=False)["input_ids"]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not ids:
@@ -500,19 +498,17 @@ def _sampled(
 def _continue(
     model: FrozenModel, prompt: Sequence[int], draws: Float[Tensor, "rows new_tokens"], how: Steering
 ) -> Int[Tensor, "rows new_tokens"]:
-    """Return drawn continuations of one prompt; each step computes the new token only, from the key-value cache."""
-    whole = torch.tensor(prompt, device=model.device).expand(len(draws), -1)
-    fed, cache = whole, None
-    for step in draws.to(model.device).T:
-        out = model.module(input_ids=fed, past_key_values=cache, use_cache=True)
-        cache, logits = out.past_key_values, out.logits[:, -1].float().to(model.device)
+    """Return drawn continuations of one prompt."""
+    ids = torch.tensor(prompt, device=model.device).expand(len(draws), -1)
+
+    def drawn(step: int, logits: Tensor, whole: Tensor) -> Tensor:
+        logits = logits.float()
         if how.frequency_penalty:
             seen = torch.zeros_like(logits).scatter_add_(1, whole, torch.ones_like(whole, dtype=logits.dtype))
             logits = logits - how.frequency_penalty * seen
-        chosen = choose(logits, step, how.temperature, how.top_p).unsqueeze(-1)
-        whole = torch.cat([whole, chosen], 1)
-        fed = whole if cache is None else chosen
-    return whole[:, len(prompt) :].cpu()
+        return choose(logits, draws[:, step], how.temperature, how.top_p)
+
+    return continued(model, ids, draws.shape[1], drawn).cpu()
 
 
 def _judge_all(results: Mapping[str, dict[str, Any]], judge: Judge, prompt: str, repeats: int) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
-from mxd.data import Blocks, mask_of
+from mxd.data import Blocks, head_ids, mask_of
 from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementLayer
 from mxd.losses import normalized_mse
@@ -31,6 +31,9 @@ PROMPTS = (
     *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
 )
 """Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
+
+LEADERS = 3
+"""Units named for each prompt."""
 
 RANK_NUMBERS = 2**23
 """Numbers in one batch of weights whose ranks are computed together."""
@@ -180,8 +183,8 @@ def evaluate_structure(
 
     Returns:
         Name -> ``normalized_rank`` of ``experts`` units whose weights have ``shape``; over the text's ``tokens``, the
-        unit that leads most often and its share of them, ``leader``; and for each prompt, under ``leading``, the unit
-        that leads at its last token, with its ``strength`` there and its ``rate`` over the text.
+        unit that leads most often and its share of them, ``leader``; and for each prompt, under ``leading``, the
+        ``units`` that are strongest at its last token, with their ``strength`` there and their ``rate`` over the text.
 
     Raises:
         MxdError: no layers, no text, numbers below 1, or layers of another model.
@@ -213,7 +216,10 @@ def evaluate_structure(
                 "unit": int(leaders[name].argmax()),
                 "share": float(leaders[name].max()) / max(moments[name].tokens, 1),
             },
-            "leading": [{**row, "rate": float(moments[name].rates[row["unit"]])} for row in prompted[name]],
+            "leading": [
+                {**row, "units": [{**one, "rate": float(moments[name].rates[one["unit"]])} for one in row["units"]]}
+                for row in prompted[name]
+            ],
         }
         for name, one in trained.items()
     }
@@ -222,28 +228,26 @@ def evaluate_structure(
 def leading_units(
     model: FrozenModel, trained: Mapping[str, Trained], prompts: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return for each layer and prompt the unit with the largest coefficient at the last token (figure 21).
+    """Return for each layer and prompt the units with the largest coefficients at the last token (figure 21).
 
     Returns:
-        Name -> for each prompt at whose last token a unit is active ``prompt``, ``unit`` and ``strength``.
+        Name -> for each prompt at whose last token a unit is active ``prompt`` and ``units``: up to three, each with
+        its ``strength``, the strongest first.
 
     Raises:
         MxdError: the model has no tokenizer, or a prompt has no token.
     """
-    if model.tokenizer is None:
-        raise MxdError("the base model has no tokenizer.")
-    first = model.tokenizer.bos_token_id
+    head = head_ids(model.tokenizer)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in trained}
     for prompt in prompts:
         ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not ids:
             raise MxdError(f"the prompt {prompt!r} has no tokens; give it a word.")
-        row = np.array([ids if first is None else [first, *ids]])
+        row = np.array([head + ids])
         last = np.arange(row.size)[None] == row.size - 1
         for name, code, _ in codes(model, trained, row, last):
-            unit, strength = _leading(code)
-            if strength.sum() > 0:
-                found[name].append({"prompt": prompt, "unit": int(unit), "strength": float(strength)})
+            if units := _strongest(code):
+                found[name].append({"prompt": prompt, "units": units})
     return found
 
 
@@ -312,3 +316,10 @@ def _leading(code: Code) -> tuple[Int[Tensor, " tokens"], Float[Tensor, " tokens
     """Return for each token the unit with the largest coefficient, and that coefficient."""
     strength, place = code.values.max(-1)
     return code.indices.gather(-1, place.unsqueeze(-1)).squeeze(-1), strength
+
+
+def _strongest(code: Code) -> list[dict[str, Any]]:
+    """Return the active units of a single token with the largest coefficients, the strongest first."""
+    strengths, places = code.values[0].topk(min(LEADERS, code.values.shape[-1]))
+    found = zip(code.indices[0, places].tolist(), strengths.tolist(), strict=True)
+    return [{"unit": unit, "strength": strength} for unit, strength in found if strength > 0]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
@@ -182,6 +182,13 @@ def number(node: Node | None, form: str) -> Cell:
         return Cell(NOTHING)
     value = node.number()
     return Cell(form.format(value) if math.isfinite(value) else NOTHING, node.source)
+
+
+def with_error(cell: Cell, error: Node | None) -> Cell:
+    """Return a number with its standard error, where there is one that is finite."""
+    if error is None or not isinstance(error.value, float) or not math.isfinite(error.value):
+        return cell
+    return replace(cell, text=f"{cell.text} ± {error.value:.4f}")
 
 
 def slots(lines: Sequence[str]) -> dict[str, Key]:

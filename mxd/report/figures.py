@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mxd.checkpoint import atomic_file
+
 STYLES = {
     "MxD": ("#d1495b", "o"),
     "TC": ("#30638e", "s"),
@@ -56,6 +58,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         f"{evaluation['model']}, {data['source']} {data['split']} text: lower is more faithful", fontsize=10
     )
     path = Path(path)
-    figure.savefig(path, dpi=160)
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=160, format=path.suffix[1:])
     plt.close(figure)
     return path

@@ -1,8 +1,8 @@
 """The report in Markdown: the same tables and facts as text; figures are said in words."""
 
-import re
 from functools import singledispatch
 
+from mxd.markdown import grid, literal
 from mxd.report.blocks import (
     Block,
     Browser,
@@ -30,13 +30,7 @@ def markdown(run: Run, title: str, sections: list[Section], page: str) -> str:
         parts += [said for block in section.blocks if (said := told(block))]
     missing = f" Not measured: {', '.join(run.missing)}." if run.missing else ""
     rows = [["file", "bytes", "SHA-256"], *([literal(f.name), f"{f.size:,}", f"`{f.sha256}`"] for f in run.files)]
-    return "\n\n".join([*parts, "## Files", f"What the numbers were read from.{missing}", _grid(rows)]) + "\n"
-
-
-def literal(text: str) -> str:
-    """Return a text as one line of Markdown that shows it literally."""
-    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", line)
+    return "\n\n".join([*parts, "## Files", f"What the numbers were read from.{missing}", grid(rows)]) + "\n"
 
 
 @singledispatch
@@ -50,7 +44,7 @@ def _(block: Table) -> str:
     head = [f"{literal(column.title)}{ARROWS[column.better]}" for column in block.columns]
     body = [[_cell(cell) for cell in row] for row in block.rows]
     notes = [f"*{literal(c.title)}*: {literal(c.note)}" for c in block.columns if c.note] if block.legend else []
-    return "\n\n".join([_grid([head, *body]), literal(block.caption), *(["; ".join(notes) + "."] if notes else [])])
+    return "\n\n".join([grid([head, *body]), literal(block.caption), *(["; ".join(notes) + "."] if notes else [])])
 
 
 @told.register
@@ -104,8 +98,3 @@ def _(block: Browser) -> str:
 
 def _cell(cell: Cell) -> str:
     return f"**{literal(cell.text)}**" if cell.marked else literal(cell.text)
-
-
-def _grid(rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

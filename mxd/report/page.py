@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mxd.checkpoint import versions
+from mxd.checkpoint import versions, whole_file
 from mxd.errors import MxdError
 from mxd.report.blocks import Section
 from mxd.report.markdown import markdown
@@ -52,12 +52,10 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Pat
     run = read_run(folder)
     sections = build_sections(run)
     twin = page.with_suffix(".md")
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_bytes(html(run, sections).encode("utf-8", "replace"))
-        twin.write_bytes(markdown(run, title(run), sections, page.name).encode("utf-8", "replace"))
-    except OSError as error:
-        raise MxdError(f"cannot write {page}: {error.strerror}.") from error
+    texts = {page: html(run, sections), twin: markdown(run, title(run), sections, page.name)}
+    for path, text in texts.items():
+        with whole_file(path) as file:
+            file.write_bytes(text.encode("utf-8", "replace"))
     return page, twin
 
 

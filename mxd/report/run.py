@@ -53,6 +53,10 @@ class Replacement:
         return ", ".join(filter(None, [self.line, self.budget, self.where]))
 
 
+Found = Sequence[tuple[Replacement, Node]]
+"""What was measured, beside what was measured of it."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """A trained layer, without its tensors."""

@@ -1,6 +1,5 @@
 """Values of JSON files that remember where they stand, so that every number on a page can be traced."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mxd.errors import MxdError
+from mxd.plain import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read_document(path: Path) -> Node:
         MxdError: it cannot be read, or is something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}. Measure again, or delete the file.") from error
     if not isinstance(value, dict):

@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
+from mxd.markdown import grid
+
 COLUMNS = (
     ("NMSE", "normalized_mse", "{:.4f}"),
     ("FVU", "fvu", "{:.3f}"),
@@ -65,9 +67,7 @@ def terminal_table(evaluation: Mapping[str, Any]) -> Table:
 
 def markdown_table(evaluation: Mapping[str, Any]) -> str:
     """Return the same table in Markdown."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows(evaluation)]
-    return "\n".join([*lines, "", caption(evaluation), ""])
+    return "\n".join([grid([HEADER, *rows(evaluation)]), "", caption(evaluation), ""])
 
 
 def tasks_table(scores: Mapping[str, Any]) -> Table:

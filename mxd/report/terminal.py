@@ -27,23 +27,26 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def structure_table(found: Mapping[str, Any]) -> Table:
-    """Return ranks and leading units: a row for each layer."""
+    """Return ranks and the units that lead most often: a row for each layer."""
     table = Table(title="Structure: rank of the units' weights; units that lead", title_justify="left")
-    for title in (
-        "layer",
-        "normalized rank",
-        "of units",
-        "shape",
-        "leads most often",
-        "at tokens",
-        "leads at the prompts",
-    ):
-        table.add_column(title, justify="left" if title in ("layer", "leads at the prompts") else "right")
+    for title in ("layer", "normalized rank", "of units", "shape", "leads most often", "at tokens"):
+        table.add_column(title, justify="left" if title == "layer" else "right")
     for name, result in found["results"].items():
-        leader, units = result["leader"], [str(one["unit"]) for one in result["leading"]]
-        shape = " x ".join(map(str, result["shape"]))
+        leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
         row = [f"{result['normalized_rank']:.4f}", f"{result['experts']:,}", shape, str(leader["unit"])]
-        table.add_row(escape(name), *row, f"{leader['share']:.1%}", " ".join(units))
+        table.add_row(escape(name), *row, f"{leader['share']:.1%}")
+    return table
+
+
+def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return the units that lead at each prompt, with strength and firing rate: prompts in rows."""
+    title = f"{escape(name)}: units that lead at the last token, strength there (firing rate)"
+    table = Table("prompt", title=title, title_justify="left")
+    for title in ("first", "second", "third"):
+        table.add_column(title, no_wrap=True)
+    for row in result["leading"]:
+        units = (f"#{one['unit']} {one['strength']:.3g} ({one['rate']:.1%})" for one in row["units"])
+        table.add_row(escape(row["prompt"]), *units)
     return table
 
 

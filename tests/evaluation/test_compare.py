@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from mxd import model as models
 from mxd.config import EvaluationConfig, Question, parse_config
 from mxd.errors import MxdError
 from mxd.evaluation import compare as file
@@ -60,6 +61,14 @@ def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
         assert document["model"] == "tiny-gpt2" and document["versions"], question
     assert json.loads((folder / "generation.json").read_text())["results"]["r/layer1-mxd-k2"]["prompts"] == 6
     assert json.loads((folder / "units.json").read_text())["results"]["r/layer1-mxd-k2"]["tokens"] <= 512
+
+
+def test_the_base_model_is_loaded_once(tmp_path, monkeypatch):
+    loaded = []
+    real = models._load
+    monkeypatch.setattr(models, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
+    compare(run(tmp_path, ["evaluation"]))
+    assert loaded == ["tiny-gpt2"]
 
 
 def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Faithfulness: every metric against an oracle written out in NumPy, and the identities that must hold."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -281,3 +282,41 @@ def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel
     assert held_out({"split": "test"}, split="train", part="train") == ("test", "all")
     with pytest.raises(MxdError, match="context"):
         held_out({"context": 0}, split="train")
+
+
+def test_results_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxd import checkpoint
+    from mxd.evaluation.checkpoints import save_results
+
+    class Interrupting:
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    def full_disk(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = save_results({"results": 1}, tmp_path / "deep" / "e.json")
+    before = file.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        save_results({"results": [*range(10_000), Interrupting()]}, file)
+    with monkeypatch.context() as patch, pytest.raises(MxdError, match=r"cannot write .*No space left"):
+        patch.setattr(checkpoint, "settle", full_disk)
+        save_results({"results": 2}, file)
+    assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+    with pytest.raises(MxdError, match="cannot write"):
+        save_results({}, tmp_path)
+
+
+def test_results_go_where_a_link_leads_and_into_a_pipe(tmp_path: Path) -> None:
+    from mxd.evaluation.checkpoints import save_results
+
+    file, link, pipe = tmp_path / "e.json", tmp_path / "link.json", tmp_path / "pipe"
+    file.write_text("{}")
+    link.symlink_to(file)
+    save_results({"results": 2}, link)
+    assert link.is_symlink() and json.loads(file.read_text()) == {"results": 2}
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb") as end:
+        save_results({"results": 3}, pipe)
+        assert json.loads(end.read(1000) or b"") == {"results": 3}
+    assert pipe.is_fifo()

@@ -19,6 +19,7 @@ from mxd.evaluation.masking import (
     scored_texts,
 )
 from mxd.layers import LAYERS, Code
+from mxd.report.page import write_report
 from mxd.splice import splice, spliced
 
 SPARSITIES = [{"kind": "topk", "k": K}, {"kind": "random_k", "k": K}, {"kind": "relu_l1"}, {"kind": "jumprelu"}]
@@ -465,6 +466,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
     assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
     assert "correlation from" in out
+    assert f"block 2: {result['leading'][0]['correlation']:+.2f}" in write_report(tmp_path)[1].read_text()
     for words, message in (
         ([], "give either labelled texts"),
         (["--scores", scored, "--domains", labelled], "give either labelled texts"),

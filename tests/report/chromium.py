@@ -3,19 +3,30 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PATIENCE = 60.0
+"""Seconds to wait for an answer."""
 
 
 def find_browser() -> str | None:
-    """Return a Chromium of this machine, if there is one."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """Return a Chromium of this machine that runs, if there is one; some packages are only hints to install others."""
+    return next((path for name in NAMES if (path := shutil.which(name)) and _runs(path)), None)
+
+
+def _runs(path: str) -> bool:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class Page:
@@ -41,8 +52,9 @@ class Page:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it has loaded."""
+        before = len(self.events)
         self.call("Page.navigate", url=path.as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events[before:]):
             self.events.append(self._read())
 
     def run(self, script: str) -> Any:
@@ -69,7 +81,10 @@ class Page:
         return [event["params"] for event in self.events if event.get("method") == method]
 
     def _read(self) -> dict[str, Any]:
+        end = time.monotonic() + PATIENCE
         while b"\0" not in self.waiting:
+            ready, _, _ = select.select([self.answers], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no answer from the browser in {PATIENCE:.0f} seconds"
             piece = os.read(self.answers, 1 << 20)
             assert piece, "the browser ended"
             self.waiting += piece
@@ -102,6 +117,10 @@ def browser(executable: str, profile: Path) -> Iterator[Page]:
         yield page
     finally:
         process.terminate()
-        process.wait(20)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         os.close(commands)
         os.close(answers)

@@ -5,7 +5,7 @@ from chromium import browser, find_browser
 from full_run import EVIL
 
 CHROMIUM = find_browser()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium that runs on this machine (make browser)")
 
 ROWS = "[...document.querySelectorAll('.units > li')].map((row) => row.querySelector('.number').textContent)"
 

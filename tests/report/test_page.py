@@ -17,7 +17,7 @@ from mxd.checkpoint import write_json
 from mxd.errors import MxdError
 from mxd.report.page import build_sections, write_report
 from mxd.report.run import KINDS, read_run
-from mxd.report.sections import faithfulness, similarity, units
+from mxd.report.sections import faithfulness, masking, similarity, units
 from mxd.report.sections.generation import parts
 from mxd.report.source import Node
 
@@ -161,10 +161,24 @@ def test_markdown_has_the_same_tables_and_shows_text_literally(run, page):
 
 
 def test_the_units_that_lead_at_a_prompt_stand_with_strength_and_rate(run, page):
-    shown = {text: source for source, text in Reader(page).cells if text.startswith("#")}
-    assert set(shown) == {"#0 1.5 (12.5%), #1 0.5 (25.0%)", "#1 0.5 (25.0%)"}
-    assert all([one["unit"] for one in looked_up(run, source)][0] == int(text[1]) for text, source in shown.items())
+    shown = {text: source for source, text in Reader(page).cells if re.fullmatch(r"structure.*/units", source)}
+    assert set(shown) == {"#0 1.5 (12.5%),\n#1 0.5 (25.0%)", "#1 0.5 (25.0%)"}
+    assert all(looked_up(run, source)[0]["unit"] == int(text[1]) for text, source in shown.items())
     assert r"\#0 1.5 (12.5%), \#1 0.5 (25.0%)" in (run / "report.md").read_text()
+
+
+def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run):
+    _, changes, followers = masking.section(read_run(run)).blocks[-3:]
+    assert "mean 0.25" in changes.caption and len(changes.rows) == 12
+    texts = [[cell.text for cell in row] for row in changes.rows]
+    control = ["+0.0625 ± 0.0100", "+0.0625 ± 0.0200"]
+    assert texts[0] == ["MxD, k8", "0.2", "3", "2.5%", "+0.1250 ± 0.0100", "+0.5000 ± 0.0200", *control]
+    assert texts[1][3:6] == ["7.5%", "+0.2500 ± 0.0300", "+0.7500"]  # an infinite error says nothing
+    assert [cell.text for cell in followers.rows[2]] == ["3", "–", "#2, block 1: +0.25", "–"]
+    for cell in changes.rows[1][1:6]:
+        assert looked_up(run, cell.source) is not None
+    twin = (run / "report.md").read_text()
+    assert "+0.1250 ± 0.0100" in twin and r"\#1, block 1: +0.38" in twin
 
 
 def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):

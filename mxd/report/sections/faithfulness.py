@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
-
-Found = Sequence[tuple[Replacement, Node]]
 
 COLUMNS: tuple[tuple[Column, str, str], ...] = (
     (Column("NMSE", "the training loss: mean of ||y - y^||² / (||y|| d)", "lower"), "normalized_mse", "{:.4f}"),
@@ -221,10 +219,7 @@ def _tasks(run: Run) -> list[Block]:
 
 
 def _score(metrics: Node, metric: str) -> Cell:
-    cell = number(metrics[metric], "{:.4f}")
-    error = metrics.get(metric.replace(",", "_stderr,"))
-    usable = error is not None and isinstance(error.value, float) and math.isfinite(error.value)
-    return Cell(f"{cell.text} ± {error.value:.4f}", cell.source) if error is not None and usable else cell
+    return with_error(number(metrics[metric], "{:.4f}"), metrics.get(metric.replace(",", "_stderr,")))
 
 
 def _number(node: Node | None) -> float:

@@ -4,11 +4,9 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from mxd.report.blocks import Block, Cell, Column, Diff, Diffs, Figure, Part, Section, Table, number, slots
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
-
-Found = Sequence[tuple[Replacement, Node]]
 
 PROMPTS = 8
 """Prompts whose continuations are shown; as many as the paper shows."""

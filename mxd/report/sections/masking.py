@@ -1,13 +1,11 @@
 """What masking a domain's units costs, there and elsewhere, and what masking units that follow a score does."""
 
 import math
-from collections.abc import Sequence
+from itertools import zip_longest
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number
-from mxd.report.run import Replacement, Run
+from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number, with_error
+from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
-
-Found = Sequence[tuple[Replacement, Node]]
 
 MEANS = (
     (Column("own domain", "mean change on the masked domain itself", "higher"), "target"),
@@ -24,7 +22,7 @@ def section(run: Run) -> Section | None:
         return None
     blocks: list[Block] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
     blocks += [_means(masked)] if masked else []
-    blocks += [_purged(purged)] if purged else []
+    blocks += [_purged(purged), _followers(run.usual(purged))] if purged else []
     lead = (
         "Units are switched off, and the change of the loss is measured (nats per token; after Monet, sections 5.1 and "
         "5.3). Specialised units cost much on their own domain and little elsewhere."
@@ -63,16 +61,35 @@ def _purged(found: Found) -> Table:
     rows = []
     for replacement, result in found:
         for i, threshold in enumerate(result["thresholds"]):
-            changes = [*result["changes"][i], *result["control"][i]]
             cells = [number(threshold, "{:g}"), number(result["units"][i], "{:,.0f}")]
-            rows.append([Cell(replacement.label), *cells, *(number(change, "{:+.4f}") for change in changes)])
+            cells.append(number(result["share"][i], "{:.1%}"))
+            for key in ("changes", "control"):
+                pairs = zip(result[key][i], result[f"{key}_se"][i], strict=False)
+                cells += [with_error(number(change, "{:+.4f}"), error) for change, error in pairs]
+            rows.append([Cell(replacement.label), *cells])
     columns = [
         Column("splice"),
         Column("correlation", "units whose activity correlates with the score at least so much are masked"),
         Column("units", "how many those are"),
+        Column("share", "of all units"),
         Column("low scores", "change of the loss on texts with scores up to the mean", "lower"),
         Column("high scores", "change of the loss on texts with scores above it", "higher"),
         Column("low, random", "the same with as many units drawn at random"),
         Column("high, random"),
     ]
-    return Table("Units that follow a score of the text are masked: change of the loss.", columns, rows, legend=True)
+    means = ", ".join(dict.fromkeys(f"{result['mean_score'].number():g}" for _, result in found))
+    caption = f"Units that follow a score of the text (mean {means}) are masked: change of the loss ± standard error."
+    return Table(caption, columns, rows, legend=True)
+
+
+def _followers(found: Found) -> Table:
+    named = [[_follower(one) for one in result["leading"]] for _, result in found]
+    empty = Cell(NOTHING)
+    rows = [[Cell(str(place)), *cells] for place, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]
+    caption = "The units that follow the score most: number, block, and correlation over the texts that chose them."
+    return Table(caption, [Column("place"), *(Column(replacement.label) for replacement, _ in found)], rows)
+
+
+def _follower(one: Node) -> Cell:
+    unit, block = one["unit"].number(), one["layer"].number()
+    return Cell(f"#{unit:.0f}, block {block:.0f}: {one['correlation'].number():+.2f}", one.source)

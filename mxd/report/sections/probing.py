@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from mxd.report.blocks import NOTHING, Block, Cell, Column, Figure, Key, Panel, Section, Table, number, slots
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
-
-Found = Sequence[tuple[Replacement, Node]]
 
 DENSITIES = 3
 """Classes of a set whose densities are drawn."""

@@ -1,9 +1,7 @@
 """What a unit makes the model write when it is pushed."""
 
-from collections.abc import Sequence
-
 from mxd.report.blocks import Block, Cell, Column, Samples, Section, Table, number
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Run
 from mxd.report.source import Node
 
 UNITS = 12
@@ -48,7 +46,7 @@ def _said(steered: Node) -> str:
     return f" (coherence {cells[0].text}, fluency {cells[1].text})" if cells[0].source else ""
 
 
-def _table(found: Sequence[tuple[Replacement, Node]]) -> Table:
+def _table(found: Found) -> Table:
     axes = ("coherence", "{:.3f}"), ("fluency", "{:.3f}"), ("asked", "{:.0f}"), ("failures", "{:.0f}")
     rows = []
     for replacement, result in found:

@@ -1,9 +1,7 @@
 """What the units are made of: the rank of their weights, and which of them lead on template prompts."""
 
-from collections.abc import Sequence
-
 from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Run
 from mxd.report.source import Node
 
 
@@ -20,10 +18,10 @@ def section(run: Run) -> Section | None:
     return Section("structure", "Structure", lead, blocks)
 
 
-def _ranks(found: Sequence[tuple[Replacement, Node]]) -> Table:
+def _ranks(found: Found) -> Table:
     rows = []
     for replacement, result in found:
-        units = [leader["unit"].number() for leader in result.get("leading") or ()]
+        units = [row["units"][0]["unit"].number() for row in result.get("leading") or ()]
         distinct = f"{len(set(units))} of {len(units)}" if units else NOTHING
         source = f"{result.source}/leading" if units else ""
         ranks = number(result.get("normalized_rank"), "{:.3f}"), number(result.get("experts"), "{:,.0f}")
@@ -43,22 +41,22 @@ def _ranks(found: Sequence[tuple[Replacement, Node]]) -> Table:
     return Table("Rank of the units' weights, and how many different units lead on the prompts.", columns, rows, True)
 
 
-def _leading(found: Sequence[tuple[Replacement, Node]]) -> Table:
-    prompts = list(dict.fromkeys(leader["prompt"].text() for _, n in found for leader in n["leading"]))
-    rows = []
-    for prompt in prompts:
-        cells = []
-        for _, result in found:
-            said = [leader for leader in result["leading"] if leader["prompt"].text() == prompt]
-            cells.append(_leaders(said))
-        rows.append([Cell(prompt), *cells])
+def _leading(found: Found) -> Table:
+    named = [{row["prompt"].text(): row["units"] for row in result["leading"]} for _, result in found]
+    prompts = dict.fromkeys(prompt for units in named for prompt in units)
+    rows = [[Cell(prompt), *(_leaders(units.get(prompt)) for units in named)] for prompt in prompts]
     caption = (
-        "The unit that leads at the last token of each prompt, and its strength there. One number all down a column "
-        "is a shared unit. As figure 21 of the MxD paper."
+        "The units that lead at the last token of each prompt, the strongest first: number, strength there, and share "
+        "of the text's tokens at which it fires. One number all down a column, firing nearly everywhere, is a shared "
+        "unit, which a random K is meant to prevent. As figure 21 of the MxD paper."
     )
     return Table(caption, [Column("prompt"), *(Column(r.label) for r, _ in found)], rows)
 
 
-def _leaders(said: Sequence[Node]) -> Cell:
-    text = ", ".join(f"{leader['unit'].number():.0f} ({leader['strength'].number():.3g})" for leader in said[:4])
-    return Cell(text or NOTHING, said[0].source if said else "")
+def _leaders(units: Node | None) -> Cell:
+    if units is None:
+        return Cell(NOTHING)
+    said = [
+        f"#{unit['unit'].number():.0f} {unit['strength'].number():.3g} ({unit['rate'].number():.1%})" for unit in units
+    ]
+    return Cell(",\n".join(said), units.source)

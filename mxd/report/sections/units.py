@@ -7,12 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from mxd.report.blocks import Block, Browser, Cell, Column, Figure, Section, Table, number, slots
-from mxd.report.run import Replacement, Run
+from mxd.report.run import Found, Replacement, Run
 from mxd.report.sections.probing import Best, best_probes
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
-
-Found = Sequence[tuple[Replacement, Node]]
 
 BUDGET = 2_400_000
 """Bytes of contexts in the browser, over all replacements; the whole page stays under 5 MB."""
