@@ -1,7 +1,11 @@
 """The command line: parse, then call one function. Heavy imports stand inside the commands."""
 
+import gc
+import io
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ app = App(
     name="mxd",
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
+    suppress_keyboard_interrupt=False,  # ``main`` says that it was one
 )
 
 
@@ -63,40 +68,101 @@ HELD_OUT = HeldOut()
 
 
 @app.command
-def train(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)], resume: bool = False) -> None:
+def train(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    resume: bool = False,
+    groups: int | None = None,
+    shard: Annotated[bool, Parameter(negative="")] = False,
+    deterministic: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
     """Train every replacement of a run, from one stream of activations.
 
     Any field of the config can be set: --training.tokens 1000000, --layers [3,5], --replacements.0.sparsity.k [8,32].
-    `mxd fields` lists them.
+    `mxd fields` lists them. On eight GPUs: torchrun --nproc-per-node 8 -m mxd train CONFIG (docs/scaling.md).
 
     Args:
         config: YAML file; see configs/.
         overrides: fields to set, by dotted name.
-        resume: continue an interrupted run exactly where it stopped.
+        resume: continue an interrupted run exactly where it stopped, on as many processes as there are now.
+        groups: of many processes, how many groups train replacements of their own; the processes of one group divide
+            each batch. By default as many as can be.
+        shard: divide weights, gradients and moments among the processes of a group: for layers too large for one.
+        deterministic: the same as --training.deterministic true: on a GPU the same bits twice, more slowly.
     """
     from mxd.config import load_config
     from mxd.train import train as run
 
-    folder = run(load_config(config, overrides), resume=resume)
+    overrides += ("--training.deterministic", "true") if deterministic else ()
+    folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
     _say(f"done: {folder}\nnext: mxd evaluate {folder}")
 
 
 @app.command
-def cache(config: Path, folder: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+def cache(
+    config: Path,
+    folder: str,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    worker: str | None = None,
+) -> None:
     """Write the activations a run trains on to disk once; `mxd train --data.cache FOLDER` then reads them.
 
-    An interrupted cache goes on where it stopped. Size: 4 bytes x (d_in + d_out) x layers for each token.
+    What is there is verified; what is missing or damaged is written. Size: 4 bytes (2 with --dtype bfloat16) x
+    (d_in + d_out) x layers for each token.
 
     Args:
         config: YAML file of a run.
-        folder: where the cache goes.
+        folder: where the cache goes: a folder, or a URL that fsspec knows, s3://bucket/folder.
         overrides: fields to set, by dotted name.
+        dtype: what activations are rounded to; training reads them as float32.
+        worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
     """
     from mxd.config import load_config
     from mxd.stream import cache_activations
 
-    cache_activations(load_config(config, overrides), folder)
+    cache_activations(load_config(config, overrides), folder, dtype=dtype, worker=_worker(worker))
     _say(f"done: {folder}\nnext: mxd train {config} --data.cache {folder} (with the same overrides)")
+
+
+@app.command
+def plan(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    processes: int = 1,
+    groups: int | None = None,
+    shard: Annotated[bool, Parameter(negative="")] = False,
+    network: float | None = None,
+    tokens_per_second: float | None = None,
+    json: Path | None = None,
+) -> None:
+    """Say what a run needs before anything is loaded: parameters, memory and disk by part, FLOPs, the expected time.
+
+    Args:
+        config: YAML file of a run.
+        overrides: fields to set, by dotted name.
+        processes: as if so many were launched.
+        groups: as for train.
+        shard: as for train.
+        network: gigabytes a second between processes; without it their exchanges take no time.
+        tokens_per_second: what one process was measured to train on this config, in place of this machine's speeds.
+        json: file for all numbers.
+    """
+    from mxd.checkpoint import write_json
+    from mxd.config import load_config
+    from mxd.plan import check_memory, plan_run
+    from mxd.report.plan import plan_numbers, plan_tables
+    from mxd.scaling import expected
+
+    run = load_config(config, overrides)
+    found = plan_run(run, world=processes, groups=groups, shard=shard)
+    speeds, times = expected(run, found, network, tokens_per_second)
+    about = found, speeds, times, run.training.batch_tokens, run.training.steps
+    _print(*plan_tables(*about))
+    if json is not None:
+        write_json(json, plan_numbers(*about))
+    check_memory(run, found)
+    _say("it fits")
 
 
 @app.command
@@ -606,9 +672,9 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     """
     import shutil
 
-    from mxd.checkpoint import write_json
+    from mxd.checkpoint import atomic_file
     from mxd.config import dump_config, load_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints
+    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
     from mxd.model import bundled_path
     from mxd.report.figures import frontier
     from mxd.report.tables import markdown_table
@@ -623,9 +689,10 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
         shutil.rmtree(config.folder)
     folder = run_training(config, resume=interrupted)
     found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
-    write_json(marker, found)
-    (folder / "table.md").write_text(markdown_table(found), encoding="utf-8")
+    with atomic_file(folder / "table.md") as file:
+        file.write_text(markdown_table(found), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")
+    save_results(found, marker)
     _show(found)
     _say(f"numbers: {marker}\ntable:   {folder / 'table.md'}\nfigure:  {figure}")
 
@@ -682,34 +749,57 @@ def _ranges(option: str, text: str) -> list[int]:
     return numbers
 
 
+def _worker(text: str | None) -> tuple[int, int] | None:
+    """Parse 2/4 as (1, 4)."""
+    if text is None:
+        return None
+    number, _, workers = text.partition("/")
+    if not (number.isdecimal() and workers.isdecimal() and 1 <= int(number) <= int(workers)):
+        raise MxdError(f"--worker takes one of 1/4, 2/4, 3/4, 4/4 (of four), got {text!r}.")
+    return int(number) - 1, int(workers)
+
+
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    if not _rank():
+        sys.stdout.write(text + "\n")
 
 
-def _end_bars() -> None:
-    """End the bars that a failed transfer leaves in the middle of a line, so that the message has a line of its own."""
-    bars = sys.modules.get("huggingface_hub.utils.tqdm")
-    for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():
-        bar.close()
+def _rank() -> int:
+    """Return this process's number in its launch; 0 speaks for all."""
+    return int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+
+
+def _end_bars(error: BaseException | None) -> None:
+    """Let go of the bars that a failed transfer holds: that ends their lines, and the message has its own."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback."""
     from mxd import errors
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["cache"]):
+            raise errors.SharedError("only `mxd train` and `mxd cache` run in many processes; start this one in one.")
         app(sys.argv[1:])
     except errors.MxdError as error:
-        _end_bars()
-        sys.stderr.write(f"mxd: {error}\n")
-        sys.exit(130 if type(error).__name__ == "Interrupted" else 1)
-    except KeyboardInterrupt:
+        _end_bars(error)
+        if not (error.shared and _rank()):
+            sys.stderr.write(f"mxd: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        _end_bars(error)
         sys.stderr.write("mxd: interrupted\n")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a full disk, a lost mount: what is on disk stays as it was
-        sys.stderr.write(f"mxd: {error}\n")
+        sys.stderr.write(f"mxd: {errors.redact(str(error))}\n")
         sys.exit(1)
 
 

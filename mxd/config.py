@@ -1,6 +1,7 @@
 """The configuration of a run: YAML, overrides by dotted name, sweeps, and every check that needs no model."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,15 +19,29 @@ from pydantic import (
     model_validator,
 )
 
-from mxd.errors import MxdError
+from mxd.errors import MxdError, redact
 from mxd.layers import LAYERS, AnyReplacement, Start
 from mxd.layers.sizing import Match
+from mxd.plain import MOST_YAML_BYTES, parse_yaml, read_text
+
+MOST_REPLACEMENTS = 10_000
+"""Replacements in a run: what a list too many asks for is refused before it fills the memory."""
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown fields refused, docstrings used as help."""
+    """Base of all sections: frozen, unknown fields and secrets refused, docstrings used as help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secret(cls, value: Any) -> Any:
+        if isinstance(value, str) and redact(value) != value:
+            raise ValueError(
+                "holds a user, a password, a query or a key, which the run's files would record; give it to what needs "
+                "it in the environment or in its own files"
+            )
+        return value
 
 
 class ModelConfig(Section):
@@ -36,8 +51,9 @@ class ModelConfig(Section):
     """Bundled name, Hub id, local folder or .gguf file."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype the base model runs in; activations and replacements are float32."""
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
+    """Dtype the base model runs in; activations and replacements are float32. ``int8``: linear maps in 8 bits, the
+    rest in float16 (needs bitsandbytes)."""
     device: str = "auto"
     """``auto`` (CUDA where there is one), ``cpu``, ``cuda``."""
     trust_remote_code: bool = False
@@ -65,7 +81,21 @@ class DataConfig(Section):
     mask_special: bool = True
     """Leave special tokens (BOS, EOS, PAD) out of training and evaluation; the base MLP answers there when spliced."""
     cache: str | None = None
-    """Folder that `mxd cache` wrote: training reads its activations in place of running the base model."""
+    """Folder or URL that `mxd cache` wrote to: training reads its activations in place of running the base model."""
+    mix_shards: NonNegativeInt = 0
+    """Read the cache in another order: this many shards mixed at a time, drawn from the seed, epoch after epoch, in
+    batches of any size. 0: in the order that it was written in, for the same seed and batch size."""
+
+    @model_validator(mode="after")
+    def _mixes_a_cache(self) -> "DataConfig":
+        if self.mix_shards and self.cache is None:
+            raise ValueError("mix_shards is for a cache; set data.cache, too")
+        return self
+
+    @property
+    def forward_contexts(self) -> int:
+        """Contexts that the base model runs over at a time: about 4,096 tokens."""
+        return max(1, 4096 // self.context)
 
 
 class SizingConfig(Section):
@@ -123,14 +153,18 @@ class TrainingConfig(Section):
     choose K of them. Faster; a unit is missed only where bfloat16 ranks it below 2 K. Training only."""
     tf32: bool = False
     """Let CUDA round the inputs of float32 products to TF32 (10 bits); nothing changes elsewhere."""
+    deterministic: bool = False
+    """Let PyTorch use deterministic operations only, so that a run on a GPU gives the same bits twice; slower there. On
+    a CPU it does in any case (docs/determinism.md)."""
     decay: bool | None = None
     """Whether the learning rate falls linearly to zero after warm-up; the recipe's by default."""
     start: Start | None = None
     """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``transcoder``: gates centred on
     the mean input, and an MxD's dense part constant at first, so that it begins as a transcoder."""
-    accumulation: PositiveInt = 1
+    accumulation: PositiveInt | Literal["auto"] = "auto"
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
-    for each part)."""
+    for each part). ``auto``: in one if that fits into the free memory, else in as few as do; a run keeps to its number
+    when it is resumed."""
     clip_norm: PositiveFloat | None = None
     """Clip each replacement's gradient to this norm."""
     dead_after: PositiveInt = 1_000_000
@@ -139,6 +173,8 @@ class TrainingConfig(Section):
     """Steps between lines of metrics.jsonl."""
     save_every: PositiveInt = 1000
     """Steps between saved states."""
+    keep_states: PositiveInt = 2
+    """Saved states to keep; the newest whole one is what ``--resume`` continues from."""
     trackers: tuple[str, ...] = ()
     """Trackers of accelerate: tensorboard, wandb, trackio ..."""
 
@@ -146,6 +182,11 @@ class TrainingConfig(Section):
     def steps(self) -> int:
         """Optimiser steps."""
         return self.tokens // self.batch_tokens
+
+    @property
+    def parts(self) -> int:
+        """Parts of a batch; one where that is still to be found out."""
+        return 1 if self.accumulation == "auto" else self.accumulation
 
     @property
     def settings(self) -> Recipe:
@@ -175,7 +216,7 @@ class TrainingConfig(Section):
             raise ValueError(f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}")
         if self.buffer_tokens < self.batch_tokens:
             raise ValueError(f"buffer_tokens = {self.buffer_tokens} is less than batch_tokens = {self.batch_tokens}")
-        if self.batch_tokens % self.accumulation:
+        if self.accumulation != "auto" and self.batch_tokens % self.accumulation:
             raise ValueError(f"accumulation = {self.accumulation} does not divide batch_tokens = {self.batch_tokens}")
         return self
 
@@ -246,6 +287,8 @@ class RunConfig(Section):
     def _sweep(cls, value: Any) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             return value
+        if (number := sum(map(_choices, value))) > MOST_REPLACEMENTS:
+            raise ValueError(f"the lists make {number:,} replacements; at most {MOST_REPLACEMENTS:,} fit in a run")
         return [choice for item in value for choice in expand(item)]
 
     @field_validator("replacements", mode="after")
@@ -261,6 +304,13 @@ class RunConfig(Section):
         if len(set(value)) != len(value):
             raise ValueError(f"layers {list(value)} names a layer twice")
         return value
+
+
+def _choices(value: Any) -> int:
+    """Return how many choices ``expand`` would give."""
+    if isinstance(value, dict):
+        return math.prod(map(_choices, value.values()))
+    return sum(map(_choices, value)) if isinstance(value, list) else 1
 
 
 def expand(value: Any) -> list[Any]:
@@ -286,11 +336,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = parse_yaml(read_text(path, MOST_YAML_BYTES))
     except OSError as error:
         raise MxdError(f"cannot read config {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MxdError(f"{path} is not YAML: {error}") from error
+    except ValueError as error:
+        raise MxdError(f"{path} is not YAML that can be used: {error}") from error
     if not isinstance(raw, dict):
         raise MxdError(f"{path}: expected a mapping of fields at the top, got {type(raw).__name__}.")
     for name, value in _pairs(overrides):
@@ -363,8 +413,8 @@ def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
                 raise MxdError(f"override --{name} has no value.")
             text = rest.pop(0)
         try:
-            pairs.append((name.replace("-", "_"), yaml.safe_load(text)))
-        except yaml.YAMLError as error:
+            pairs.append((name.replace("-", "_"), parse_yaml(text)))
+        except ValueError as error:
             raise MxdError(f"override --{name}: {text!r} is not a YAML value.") from error
     return pairs
 
@@ -381,6 +431,6 @@ def _set(target: Any, path: list[str], value: Any, name: str) -> None:
 
 
 def _index(items: list[Any], part: str, name: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+    if not part.isdecimal() or len(part) > 9 or int(part) >= len(items):
         raise MxdError(f"override --{name}: {part!r} is not one of the indices 0 ... {len(items) - 1}.")
     return int(part)

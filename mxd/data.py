@@ -6,7 +6,6 @@ not re-run the model on) what went before.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -19,6 +18,7 @@ from jaxtyping import Bool, Int
 
 from mxd.errors import MxdError, unknown
 from mxd.model import bundled_path
+from mxd.plain import parse_json, read_text, regular, sayable
 
 SPLITS = ("train", "validation", "test")
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -58,8 +58,11 @@ def documents(
             raise unknown("split", split, SPLITS)
         return list(_read_file(bundled_path("text") / f"{split}.parquet", column))
     path = Path(source)
-    if path.exists():
-        return list(_local(path, split, column))
+    try:
+        if path.exists():
+            return list(_local(path, split, column))
+    except OSError as error:
+        raise MxdError(f"cannot read text from {source!r}: {error.strerror}.") from error
     if path.suffix in LOCAL_SUFFIXES:
         raise MxdError(f"no text file at {source!r}.")
     return _hub(source, split, column, streaming, seed, part)
@@ -73,6 +76,17 @@ def special_ids(tokenizer: Any) -> list[int]:
 def mask_of(ids: Int[np.ndarray, "*shape"], masked: Iterable[int]) -> Bool[np.ndarray, "*shape"]:
     """Return True where a position counts: its token is not one of the masked ids."""
     return ~np.isin(ids, list(masked))
+
+
+def head_ids(tokenizer: Any, bos: bool = True) -> list[int]:
+    """Return what a prompt begins with: BOS where the tokenizer has one and ``bos`` is set.
+
+    Raises:
+        MxdError: the model has no tokenizer.
+    """
+    if tokenizer is None:
+        raise MxdError("the base model has no tokenizer; load the model with one, or give prompts as token ids.")
+    return [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
 
 
 def token_blocks(
@@ -187,7 +201,7 @@ def _pack(texts: Iterable[str], tokenizer: Any, context: int, first: int | None)
 
 
 def _local(path: Path, split: str, column: str) -> Iterator[str]:
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in LOCAL_SUFFIXES)
+    files = sorted(f for f in path.iterdir() if f.suffix in LOCAL_SUFFIXES) if path.is_dir() else [path]
     if not files or any(f.suffix not in LOCAL_SUFFIXES for f in files):
         raise MxdError(f"no text in {str(path)!r}; expected a file or a folder of {', '.join(LOCAL_SUFFIXES)}.")
     named = [f for f in files if f.stem == split]
@@ -217,15 +231,15 @@ def _hash_split(text: str) -> str:
 def _read_file(path: Path, column: str) -> Iterator[str]:
     try:
         if path.suffix == ".txt":
-            yield path.read_text(encoding="utf-8")
+            yield read_text(path)
         elif path.suffix == ".jsonl":
-            for line in path.read_text(encoding="utf-8").split("\n"):  # JSON strings may hold other line ends
+            for line in read_text(path).split("\n"):  # JSON strings may hold other line ends
                 if line.strip():
-                    yield _text_of(json.loads(line), column, path)
+                    yield _text_of(parse_json(line), column, path)
         else:
             import pyarrow.parquet as pq
 
-            table = pq.ParquetFile(path)
+            table = pq.ParquetFile(regular(path))
             _text_of(dict.fromkeys(table.schema_arrow.names, ""), column, path)
             for batch in table.iter_batches(columns=[column]):
                 yield from (_text_of({column: text}, column, path) for text in batch.column(0).to_pylist())
@@ -237,7 +251,7 @@ def _text_of(row: Any, column: str, where: object) -> str:
     if not isinstance(row, dict) or column not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise MxdError(f"{where}: no text column {column!r}; it has: {have}. Set data.column.")
-    return "" if row[column] is None else str(row[column])
+    return "" if row[column] is None else sayable(str(row[column]))
 
 
 def _hub(source: str, split: str, column: str, streaming: bool, seed: int, part: str) -> Iterable[str]:

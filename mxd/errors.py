@@ -1,10 +1,55 @@
-"""The one error type that the command line prints without a traceback."""
+"""The one error type that the command line prints without a traceback, and what must never stand in any text."""
 
+import os
+import re
 from collections.abc import Iterable
+
+_USER = re.compile(r"(\w://)(?:[^\s:/@]*:\S*@|[^\s/]*@)")
+_QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*")
+_KEY = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b")
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)$", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What could move a terminal's cursor or change its title, out of a file that a message quotes."""
+LONGEST = 8000
+"""Characters of a message; of a longer one the middle is left out."""
+SHORTEST = 8
+"""Shorter values of environment variables are taken for settings, not for secrets."""
+
+
+def redact(text: str) -> str:
+    """Take secrets out of a text: users, passwords and queries in URLs; keys by their form; what the environment holds.
+
+    Of the environment those values count whose names end in TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS.
+
+    >>> redact("sftp://me:secret@host/folder?token=1 is gone")
+    'sftp://host/folder is gone'
+    """
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and _SECRET_NAME.search(name) and value in text:
+            text = text.replace(value, "<secret>")
+    if "://" in text:
+        text = _QUERY.sub(r"\1", _USER.sub(r"\1", text))
+    return _KEY.sub("<secret>", text)
 
 
 class MxdError(Exception):
-    """A problem the user can fix: the message says what was got, what was expected, and the remedy."""
+    """A problem the user can fix: the message says what was got, what was expected, and the remedy, never a secret."""
+
+    exit_code = 1
+    shared = False
+    """Whether all processes of a launch raise it at the same place, so that one of them may speak for all."""
+
+    def __init__(self, message: str = "") -> None:
+        message = _CONTROL.sub("\ufffd", redact(message))
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST - 1000]} ... {message[-900:]}"
+        super().__init__(message)
+
+
+class SharedError(MxdError):
+    """An error of all processes of a launch."""
+
+    shared = True
 
 
 def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "") -> MxdError:

@@ -131,7 +131,12 @@ def _is_local(source: str) -> bool:
     if source.startswith("hf://"):
         return False
     first = source.partition("/")[0]
-    return Path(source).exists() or not (_FORM.fullmatch(source) and _NAME.fullmatch(first)) or Path(first).is_dir()
+    if not (_FORM.fullmatch(source) and _NAME.fullmatch(first)):
+        return True
+    try:
+        return Path(source).exists() or Path(first).is_dir()
+    except OSError:  # longer than a name can be
+        return True
 
 
 def cached_reference(path: Path) -> HubReference | None:

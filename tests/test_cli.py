@@ -9,6 +9,7 @@ import pytest
 from command import mxd
 
 from mxd import __version__
+from mxd.errors import MxdError
 
 CONFIG = """
 run: r
@@ -130,7 +131,31 @@ def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mxd.config.load_config", stop)
-    assert mxd(capsys, "train", str(config))[0] == 130
+    assert mxd(capsys, "train", str(config)) == (130, "", "mxd: interrupted\n")
+
+
+def test_a_message_has_a_line_of_its_own_after_an_unfinished_bar(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils import tqdm
+
+    def transfer() -> None:
+        bar = tqdm(total=10, mininterval=0)
+        bar.update(3)
+        held = [bar]
+        held.append(held)  # in a cycle, as some of the Hub's bars are
+        raise OSError("the line is dead")
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            transfer()
+        except OSError as error:
+            raise MxdError("cannot reach the Hub.") from error
+
+    monkeypatch.setattr("mxd.checkpoint.find_layers", fail)
+    code, _, err = mxd(capsys, "info", "org/name")
+    assert code == 1 and "3/10" in err
+    assert err.endswith("\nmxd: cannot reach the Hub.\n")
 
 
 def test_help_version_and_fields(capsys: pytest.CaptureFixture) -> None:

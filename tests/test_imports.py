@@ -13,8 +13,13 @@ ROOT = Path(mxd.__file__).parent
 
 ORDER = [
     "errors",
+    "plain",
     "progress",
+    "lock",
+    "stop",
     "distributed",
+    "machine",
+    "meter",
     "ops",
     "layers",
     "losses",
@@ -22,15 +27,19 @@ ORDER = [
     "data",
     "activations",
     "hub",
+    "markdown",
     "card",
     "checkpoint",
     "state",
+    "store",
     "cache",
     "formats",
     "config",
     "splice",
     "export",
+    "division",
     "plan",
+    "scaling",
     "stream",
     "jobs",
     "train",
@@ -131,7 +140,7 @@ def test_no_cycles():
 @modules
 def test_configs_reach_only_what_a_run_is_made_of(name):
     if "mxd.config" in imports(name):
-        assert part(name) in {"plan", "stream", "jobs", "train", "evaluation", "cli"}
+        assert part(name) in {"plan", "scaling", "stream", "jobs", "train", "evaluation", "cli"}
 
 
 @modules

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import assert_same_run, metrics, small, tensors
 from safetensors.torch import load_file
 
 from mxd.checkpoint import load_layer, read_config
-from mxd.config import RunConfig, dump_config, parse_config
+from mxd.config import dump_config
 from mxd.errors import MxdError
 from mxd.jobs import learning_rate, new_job
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
@@ -23,56 +24,6 @@ from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
 from mxd.plan import plan_layers
 from mxd.train import Interrupted, train
-
-TIMING = ("seconds", "tokens_per_second")
-
-
-def small(tmp_path: Path, **fields) -> RunConfig:
-    raw = {
-        "run": "r",
-        "out": str(tmp_path),
-        "layers": [2],
-        "model": {"source": "tiny-gpt2", "device": "cpu"},
-        "data": {"split": "validation"},
-        "sizing": {"expansion": 9},
-        "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": 8}}],
-        "training": {
-            "recipe": "short",
-            "tokens": 6144,
-            "batch_tokens": 512,
-            "buffer_tokens": 2048,
-            "log_every": 2,
-            "save_every": 5,
-        },
-    }
-    for key, value in fields.items():
-        raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
-    return parse_config(raw)
-
-
-def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything a run leaves: the layers and its last state (weights, moments, counters)."""
-    found = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        if "state" in path.parts[-3:]:
-            continue
-        found |= {f"{path.parent.name}/{k}": v for k, v in load_file(path).items()}
-    newest = sorted((folder / "state").glob("step-*"))[-1]
-    return found | {f"state/{k}": v for k, v in load_file(newest / "state.safetensors").items()}
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert metrics(a) == metrics(b)
-    left, right = tensors(a), tensors(b)
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
-
 
 EVERYTHING = [
     {"method": "mxd", "sparsity": [{"kind": "topk", "k": 8}, {"kind": "random_k", "k": 8}]},
@@ -232,7 +183,7 @@ def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.plan")
+    module = importlib.import_module("mxd.machine")
 
     class Little:
         available = 2**20
@@ -343,7 +294,7 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
 def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
     config = small(tmp_path, training={"tokens": 512 * 20, "dead_after": 512 * 4})
     folder = train(config)
-    last = load_file(sorted((folder / "state").glob("*"))[-1] / "state.safetensors")["layer2-mxd-k8/last_active"]
+    last = load_file(sorted((folder / "state").glob("*"))[-1] / "layer2-mxd-k8.safetensors")["last_active"]
     expected = (512 * 20 - last >= 512 * 4).float().mean()
     assert metrics(folder)[-1]["dead_share"] == pytest.approx(float(expected))
     assert 0 < expected < 1
@@ -383,7 +334,8 @@ def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(MxdError, match=r"diverged before step .*lower training\.lr"):
         train(config)
     (saved,) = (config.folder / "state").glob("step-*")
-    assert all(t.isfinite().all() for t in load_file(saved / "state.safetensors").values() if t.is_floating_point())
+    kept = load_file(saved / "layer2-mxd-k8.safetensors")
+    assert all(tensor.isfinite().all() for tensor in kept.values() if tensor.is_floating_point())
 
 
 def test_killed_before_the_first_state_starts_anew_and_equals_uninterrupted(tmp_path: Path) -> None:

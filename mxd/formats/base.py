@@ -4,7 +4,6 @@ read:   files -> Found        tensors in mxd's layout, and which tensors of the 
 write:  Outgoing -> files
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import yaml
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -25,6 +23,7 @@ from mxd.layers import Code, ReplacementConfig
 from mxd.layers.sparsity import AnySparsity
 from mxd.layers.transcoder import Transcoder, TranscoderConfig
 from mxd.model import FrozenModel
+from mxd.plain import parse_json, parse_yaml, read_text, regular
 
 Reads = Literal["mlp_in", "normalized"]
 """``mlp_in``: the mlp module's input. ``normalized``: the same before the layer norm's affine part."""
@@ -132,14 +131,12 @@ def read_settings(path: Path, kind: type[S]) -> S:
         MxdError: no such file, too large, not JSON or YAML, or a field of the wrong type.
     """
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise MxdError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes: not a config.")
-        text = path.read_text(encoding="utf-8")
-        return kind.model_validate(yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text))
+        text = read_text(path, MAX_CONFIG_BYTES)
+        return kind.model_validate(parse_yaml(text) if path.suffix == ".yaml" else parse_json(text))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise MxdError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}") from error
 
 
@@ -150,7 +147,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         MxdError: no such file, a damaged one, or a dtype that float32 does not hold exactly.
     """
     try:
-        tensors = load_file(path)
+        tensors = load_file(regular(path))
     except (OSError, SafetensorError) as error:
         raise MxdError(f"cannot read {path}: {error}. Copy or download it again.") from error
     for name, tensor in tensors.items():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from mxd.errors import MxdError
@@ -51,6 +52,19 @@ MXD_GLU = MXD | {
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+KINDS = {
+    "mlp_activation_fn": str,
+    "hook_point": str,
+    "out_hook_point": str,
+    "model_name": str,
+    "dataset_path": str,
+    "context_size": int,
+    "total_training_tokens": int,
+    "seed": int,
+}
+"""Type of each setting that is used as more than a truth value; any may be missing."""
+
+
 class InertConfig:
     """Stands for the reference's config class: unpickling fills its ``__dict__`` and calls nothing."""
 
@@ -63,6 +77,9 @@ def read(path: Path) -> list[Found]:
     """
     cfg, state = _load(path)
     where = str(path)
+    for name, kind in KINDS.items():
+        if not isinstance(cfg.get(name), kind | None):
+            raise MxdError(f"{where}: {name} of its cfg is a {type(cfg[name]).__name__}, expected {kind.__name__}.")
     if not cfg.get("is_transcoder"):
         raise MxdError(f"{where} is an autoencoder (is_transcoder is false): it does not replace an MLP.")
     if "use_conditional" not in cfg:
@@ -107,7 +124,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(cfg, dict) or not isinstance(state, dict):
         raise MxdError(f"{path}: expected a mapping with cfg and state_dict.")
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES:
             raise MxdError(f"{path}: {name} is not a tensor of float32, bfloat16 or float16.")
     return cfg, {name: tensor.detach().float() for name, tensor in state.items()}
 
@@ -145,15 +162,11 @@ def _mxd(where: str, cfg: Mapping[str, Any], state: dict[str, Tensor]) -> tuple[
         tensors[name] = tensors[name].T.contiguous()
     hidden, d_in = tensors["encoder.glu_weight" if glu else "encoder.weight"].shape
     units, d_out = tensors["expert_scale"].shape
-    config = MxDConfig(
-        d_in=d_in,
-        d_out=d_out,
-        num_units=units,
-        hidden=hidden,
-        glu=glu,
-        activation=ACTIVATIONS[activation],
-        sparsity=_sparsity(cfg),
-    )
+    fields: dict[str, Any] = {"d_in": d_in, "d_out": d_out, "num_units": units, "hidden": hidden, "glu": glu}
+    try:
+        config = MxDConfig(activation=ACTIVATIONS[activation], sparsity=_sparsity(cfg), **fields)
+    except ValidationError as error:
+        raise MxdError(f"{where}: {error.errors(include_url=False)[0]['msg']}.") from error
     return config, tensors
 
 

@@ -32,7 +32,7 @@ def parse_layer(fields: dict[str, Any]) -> ReplacementConfig:
         MxdError: no or unknown method, or a field the method does not have.
     """
     method = fields.get("method")
-    if method not in LAYERS:
+    if not isinstance(method, str) or method not in LAYERS:
         raise unknown("method", method, LAYERS)
     try:
         return TypeAdapter(LAYERS[method]).validate_python(fields)

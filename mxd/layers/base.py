@@ -123,7 +123,9 @@ class ReplacementConfig(BaseModel, ABC):
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self._make()
+            layer = self._make()
+        layer.sparsity.begin(seed)
+        return layer
 
     @property
     def slug(self) -> str:

@@ -8,6 +8,7 @@ It reads the output ``y`` of the base MLP, so it explains that MLP but cannot do
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor
 
 from mxd.layers.base import Code, MLPShape, ReplacementConfig
@@ -22,6 +23,12 @@ class TopKSAEConfig(ReplacementConfig):
     """Selects this method."""
 
     reads: ClassVar[Literal["mlp_in", "mlp_out"]] = "mlp_out"
+
+    @model_validator(mode="after")
+    def _one_width(self) -> "TopKSAEConfig":
+        if None not in (self.d_in, self.d_out) and self.d_in != self.d_out:
+            raise ValueError(f"d_in = {self.d_in} and d_out = {self.d_out} differ; an autoencoder has one width")
+        return self
 
     @property
     def label(self) -> str:

@@ -34,6 +34,9 @@ class Sparsity(nn.Module, ABC):
     ) -> Choice:
         """Return values, indices, and whether the indices are all units in order."""
 
+    def begin(self, seed: int) -> None:
+        """Take from a run's seed what is drawn in training; most kinds draw nothing."""
+
     @abstractmethod
     def penalty(self, values: Float[Tensor, "*batch k"], unit_norms: Callable[[], Tensor]) -> Float[Tensor, ""]:
         """Return the term added to the training loss."""
@@ -174,7 +177,11 @@ class TopK(Sparsity):
 
 
 class RandomK(Sparsity):
-    """``TopK`` with a K drawn anew for every training step; ``draws`` counts them, so that a resumed run agrees."""
+    """``TopK`` with a K drawn anew for every training step.
+
+    ``draws`` is the place in the sequence of all draws: it begins where the seed says and goes up by one with each, so
+    that a resumed run agrees.
+    """
 
     draws: Tensor
 
@@ -183,6 +190,10 @@ class RandomK(Sparsity):
         self.k = k
         self.reach = k // spread
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+
+    def begin(self, seed: int) -> None:
+        """Begin at a place of the seed's own: 2^32 draws lie between two neighbouring seeds."""
+        self.draws.fill_(seed % 2**31 << 32)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
         """Keep the K^ largest, K^ drawn in training mode and equal to K in evaluation mode."""

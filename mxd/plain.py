@@ -1,0 +1,151 @@
+"""Files that anyone may have written, as plain data: JSON and YAML that can neither fill the memory nor run anything.
+
+What is wrong with them is a ``ValueError`` or an ``OSError`` that says so in one line; callers add which file it was.
+"""
+
+import errno
+import json
+import os
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import yaml
+
+MOST_VALUES = 100_000
+"""Values that a YAML file may hold, every alias counted as often as it is used."""
+DEEPEST = 60
+"""Levels of a YAML file."""
+MOST_YAML_BYTES = 400_000
+"""A YAML file is read in pure Python, at some 100,000 bytes a second."""
+LARGEST = 2**63 - 1
+"""Beyond it no size, count or seed makes sense to what computes with them."""
+
+
+def regular(path: Path) -> Path:
+    """Return a path that is an ordinary file, at once where a pipe would block and a device would never end.
+
+    Raises:
+        OSError: there is none, or it is something else.
+    """
+    try:
+        is_regular = S_ISREG(path.stat().st_mode)
+    except ValueError as error:  # a NUL in the name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    if not is_regular:
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+    return path
+
+
+def read_text(path: Path, most: int | None = None) -> str:
+    """Return the text of an ordinary file of at most so many bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger, or not UTF-8.
+    """
+    with regular(path).open("rb") as file:
+        data = file.read(-1 if most is None else most + 1)
+    if most is not None and len(data) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    return data.decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or holds a whole number beyond ``LARGEST``.
+    """
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a YAML text holds: plain values only, and no more of them than ``MOST_VALUES``.
+
+    Raises:
+        ValueError: it is not YAML, nested too deeply, too large, names a key twice, holds itself or a number beyond
+            ``LARGEST``, or asks for Python objects.
+    """
+    if len(text) > MOST_YAML_BYTES:
+        raise ValueError(f"it is larger than {MOST_YAML_BYTES:,} characters")
+    try:
+        node = yaml.compose(text, _Loader)
+        if node is None:
+            return None
+        if _size(node, {}) > MOST_VALUES:  # before aliases and merged keys are followed
+            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+        value = yaml.safe_load(text)  # of all that PyYAML can make, plain values only
+        _check_numbers(value)
+        return value
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except (TypeError, AttributeError, OverflowError) as error:  # a tag on a value of another kind
+        raise ValueError(f"it holds a value that is not of the kind it is tagged as ({error})") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives up early: PyYAML takes seconds to find that it recurses too deeply."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Read one node and all that is in it."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise ValueError("it is nested too deeply")
+        found = super().compose_node(parent, index)
+        self.depth -= 1
+        return found
+
+
+def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Return the number of values under a node, where each alias stands for all that it names."""
+    if id(node) not in known:
+        known[id(node)] = None
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            _refuse_twice(node)
+            inner = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] = min(1 + sum(_size(each, known) for each in inner), LARGEST)
+    found = known[id(node)]
+    if found is None:
+        raise ValueError("it holds itself: an alias stands within what it names")
+    return found
+
+
+def _refuse_twice(node: yaml.MappingNode) -> None:
+    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise ValueError(f"it gives {twice!r} twice{node.start_mark}")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) > LARGEST:
+        raise ValueError(f"it holds the whole number {digits[:20]}{'...' * (len(digits) > 20)}, which is too large")
+    return number
+
+
+def _check_numbers(value: Any) -> None:
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("it holds a whole number that is too large")
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_numbers(each)
+
+
+def sayable(text: str) -> str:
+    """Return a text with ``?`` for half characters (lone surrogates), which JSON can hold and no UTF-8 can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode("utf-8")
+    return text
