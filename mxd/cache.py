@@ -597,8 +597,9 @@ def _described(store: Store, held: Mapping[str, Any]) -> list[tuple[int, _Shard 
             if seal != _seal(held, said) or said["number"] != number:
                 raise ValueError("it is damaged, or of another cache")
             start, *ends = (Cursor(**cursor) for cursor in (said.pop("start"), *said.pop("ends")))
-            if not ends or said["tokens"] < len(ends) or said["tokens"] % len(ends):
-                raise ValueError(f"it says that it has {said['tokens']} tokens in {len(ends)} batches")
+            tokens = said["tokens"]
+            if type(tokens) is not int or not ends or tokens < len(ends) or tokens % len(ends):
+                raise ValueError(f"it says that it has {tokens} tokens in {len(ends)} batches")
             return _Shard(**said, start=start, ends=tuple(ends))
         except (MxdError, ValueError, TypeError, KeyError, AttributeError) as error:
             return MxdError(f"cannot read {_where(store, number)}: {error}. {ANEW}")

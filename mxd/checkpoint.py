@@ -333,6 +333,11 @@ def push(
     files = {place + name: layer / name for layer, place in places.items() for name in LAYER_FILES}
     files |= {} if single else {name: folder / name for name in SET_FILES}
     files = {name: file for name, file in files.items() if file.is_file() and file.name != "README.md"}
+    links = [str(file) for file in files.values() if file.is_symlink() and hub.cached_reference(file.parent) is None]
+    if links:
+        raise MxdError(
+            f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
+        )
     members = [_member(layer, places[layer]) for layer in layers]
     remote = hub.prepare(repo, private, revision, token)
     _check_same_kind(repo, single, remote.files)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 N = TypeVar("N")
 
+MOST_UNITS = 100_000
+"""Units that can be named at a time."""
+
 DEMO_TOKENS = 32_768
 """Held-out tokens the demo measures on."""
 
@@ -745,7 +748,10 @@ def _ranges(option: str, text: str) -> list[int]:
         first, _, last = part.partition("-")
         if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
             raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
-        numbers += range(int(first), int(last or first) + 1)
+        given = range(int(first), int(last or first) + 1)
+        if len(numbers) + len(given) > MOST_UNITS:
+            raise MxdError(f"{option} is {text!r}; expected {MOST_UNITS:,} numbers at most.")
+        numbers += given
     return numbers
 
 

@@ -428,7 +428,7 @@ def test_the_fuzz_finds_what_is_there(tmp_path):
     command = (
         f"{sitecustomize}import sys, runpy\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    words = [str(SCRIPTS / "fuzz.py"), "--only", "layer", "--inputs", "200", "--findings", str(tmp_path)]
+    words = [str(SCRIPTS / "fuzz.py"), "--only", "layer", "--inputs", "400", "--findings", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", command, *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "wrote outside its place" in done.stdout, done.stdout + done.stderr

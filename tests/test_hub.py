@@ -217,6 +217,16 @@ def test_only_what_a_checkpoint_is_made_of_is_sent(hub, run):
     assert sent == {f"layer{n}-tc-k{k}/{name}" for n in (0, 1) for k in (4, 8) for name in names}
 
 
+def test_a_link_is_not_followed_to_what_it_leads_to(hub, single, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (single / "metrics.json").unlink()
+    (single / "metrics.json").symlink_to(secret)
+    with pytest.raises(MxdError, match=r"metrics.json is a link, which could lead to anything"):
+        push(single, "org/one")
+    assert not hub.uploads and "org/one" not in hub.repos
+
+
 def test_pushing_twice_changes_nothing(hub, run, single):
     for folder, repo in ((run, "org/set"), (single, "org/one")):
         first = push(folder, repo, license="mit")

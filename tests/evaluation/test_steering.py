@@ -409,6 +409,7 @@ def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, cap
 def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint, capsys):
     for words, message in (
         (("--judge", "http://127.0.0.1:9"), "give --judge URL with --judge-model NAME, or --judge-local MODEL alone"),
+        (("--units", "0-99999999999"), "expected 100,000 numbers at most"),
         (("--units", "3-x"), "--units is '3-x'; expected numbers and ranges such as 3,17,40-49"),
         (("--units", "99"), "has units 0 ... 23; got 99"),
     ):
