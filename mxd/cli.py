@@ -1,11 +1,9 @@
 """The command line: parse, then call one function. Heavy imports stand inside the commands."""
 
-import gc
 import io
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -775,12 +773,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
-def _end_bars(error: BaseException | None) -> None:
-    """Let go of the bars that a failed transfer holds: that ends their lines, and the message has its own."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
+def _end_bars() -> None:
+    """End the bars that a failed transfer leaves in the middle of a line, so that the message has a line of its own."""
+    bars = sys.modules.get("huggingface_hub.utils.tqdm")
+    for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():  # tqdm has no public list of them
+        bar.close()
 
 
 def main() -> None:
@@ -794,12 +791,12 @@ def main() -> None:
             raise errors.SharedError("only `mxd train` and `mxd cache` run in many processes; start this one in one.")
         app(sys.argv[1:])
     except errors.MxdError as error:
-        _end_bars(error)
+        _end_bars()
         if not (error.shared and _rank()):
             sys.stderr.write(f"mxd: {error}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:
-        _end_bars(error)
+    except KeyboardInterrupt:
+        _end_bars()
         sys.stderr.write("mxd: interrupted\n")
         sys.exit(130)
     except BrokenPipeError:

@@ -77,7 +77,11 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
         code, out, err = mxd(capsys, "cache", str(config), str(folder))
         assert code == 0, err
         assert f"done: {folder}\nnext: mxd train {config} --data.cache {folder}" in out
-        assert [path.name for path in sorted(folder.iterdir())] == ["cache.json", "shard-000000"]
+        assert [path.name for path in sorted(folder.iterdir())] == [
+            "cache.json",
+            "shard-000000.json",
+            "shard-000000.safetensors",
+        ]
     assert run("live")[0] == run("cached", "--data.cache", str(folder))[0] == 0
     assert results("live") == results("cached")
     assert len(results("live")) == 4
@@ -178,7 +182,8 @@ def test_demo_leaves_table_and_figure(
     from mxd.model import bundled_path
 
     text = bundled_path("demo.yaml").read_text()
-    small.write_text(text.replace("expansion: 32", "expansion: 9").split("training:")[0] + CONFIG.split("\n")[-2])
+    training = CONFIG.split("\n")[-2].replace("training: {", "training: {accumulation: 1, ")
+    small.write_text(text.replace("expansion: 32", "expansion: 9").split("training:")[0] + training)
     monkeypatch.setattr("mxd.model.bundled_path", lambda name: small if name == "demo.yaml" else bundled_path(name))
     monkeypatch.setattr("mxd.data.bundled_path", bundled_path)
     monkeypatch.setattr("mxd.cli.DEMO_TOKENS", 256)

@@ -355,14 +355,6 @@ def test_resuming_on_another_base_model_is_refused(tmp_path: Path) -> None:
         train(config, resume=True, model=load_frozen("tiny-neox"))
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate
-
-    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
-    with pytest.raises(MxdError, match="2 processes"):
-        train(small(tmp_path))
-
-
 def test_a_streamed_text_is_prepared_ahead_and_trains_the_same(tmp_path: Path, trained_gpt2) -> None:
     from mxd.data import documents
 
@@ -430,7 +422,8 @@ def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
     real, used = sparsity.topk_linear, []
 
     def spy(x, weight, bias, k, proposals="float32"):
-        used.append(proposals)
+        if not x.is_meta:  # where the run is planned
+            used.append(proposals)
         return real(x, weight, bias, k, proposals)
 
     monkeypatch.setattr(sparsity, "topk_linear", spy)
