@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true", help=f"exit 1 where a plan is off by more than {MOST:.0%}")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where a plan is off by more than {MOST:.0%}%")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:

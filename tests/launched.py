@@ -4,7 +4,7 @@
 
 config: a run's, as a mapping; resume, groups, shard: as for ``train``; ids: folder for the token ids of this process's
 part of every batch; poison: [rank, forward] whose activations are NaN; stop: step before which rank 0 gets a SIGTERM;
-expect: text that an error holds.
+expect: text that an error holds; cache: folder to which the activations are written, and nothing is trained.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from mxd.config import parse_config
 from mxd.distributed import launched
 from mxd.errors import MxdError
 from mxd.model import load_frozen
+from mxd.stream import cache_activations
 
 RANK = int(os.environ.get("RANK", 0))
 module = importlib.import_module("mxd.train")
@@ -39,6 +40,9 @@ def run(job: dict) -> None:
 
     module.activation_stream = recorded
     config = parse_config(job["config"])
+    if "cache" in job:
+        cache_activations(config, job["cache"])
+        return
     model = load_frozen(config.model.source, device="cpu")
     rank, forward = job.get("poison", (None, None))
     if rank == RANK:

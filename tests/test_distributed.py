@@ -106,6 +106,19 @@ def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, wo
         assert (ids == trained_on(alone / "ids", 1)).all()
 
 
+def test_processes_read_their_parts_of_a_cache_and_go_on_in_it(tmp_path: Path, alone: Path) -> None:
+    """Written by two processes, read by two that stop, and by one that goes on."""
+    run, cache = config(tmp_path, "r"), str(tmp_path / "cache")
+    cached = run | {"data": run["data"] | {"cache": cache}}
+    ids = [str(tmp_path / name) for name in ("two", "one")]
+    first = {"config": cached, "groups": 1, "stop": 2, "ids": ids[0], "expect": "everything is saved"}
+    launch(2, {"config": run, "cache": cache}, first)
+    launch(1, {"config": cached, "resume": True, "ids": ids[1]})
+    parts = [trained_on(tmp_path / "two", 2)[:8], trained_on(tmp_path / "one", 1)]
+    assert (np.concatenate(parts) == trained_on(alone / "ids", 1)).all()
+    assert_same_training(alone / "r", tmp_path / "r")
+
+
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, alone: Path) -> None:
     """Stopped by a SIGTERM to one process of two, resumed by one, then by four: no token twice, none left out.
 
