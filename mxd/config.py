@@ -206,8 +206,9 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _batch_of_the_recipe(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("recipe") in RECIPES:
-            return {"batch_tokens": RECIPES[given["recipe"]].batch_tokens, **given}
+        recipe = given.get("recipe") if isinstance(given, dict) else None
+        if isinstance(recipe, str) and recipe in RECIPES:
+            return {"batch_tokens": RECIPES[recipe].batch_tokens, **given}
         return given
 
     @model_validator(mode="after")

@@ -284,6 +284,12 @@ def test_lists_that_make_too_many_replacements_are_refused_before_they_are_made(
         parse_config({"replacements": [{"method": "mxd", **lists}]})
 
 
+@pytest.mark.parametrize("recipe", [["paper"], {}, None, 1])
+def test_a_recipe_that_is_no_name_is_refused(recipe):
+    with pytest.raises(MxdError, match=r"training.recipe: Input should be 'paper', 'short' or 'fast'"):
+        parse_config(CONFIG | {"training": {"recipe": recipe}})
+
+
 @pytest.mark.parametrize("part", ["²", "-1", "1", "9" * 5000, "٣"], ids=["square", "negative", "one", "long", "arabic"])
 def test_indices_of_overrides_are_ordinary_numbers(tmp_path, part):
     path = written(tmp_path / "c.yaml", yaml.safe_dump(CONFIG))
