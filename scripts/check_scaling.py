@@ -1,10 +1,11 @@
-"""Train on 1, 2 and 4 processes of this machine, and compare the seconds of a step with the cost model's.
+"""Train on 1, 2 and 4 processes of this machine; compare their losses, and the seconds of a step with the cost model's.
 
     python scripts/check_scaling.py [--worlds 1 2 4] [--config configs/tiny.yaml] [--json FILE] [--check]
 
 Each process has one thread. The speeds that the model divides by are measured in a launch of as many processes, all at
 once: they share cores and memory, and exchange through gloo. What is checked is how time changes with the number of
-processes: the model is scaled to the run of one. `--check` exits 1 where it is then off by more than a half.
+processes: the model is scaled to the run of one. `--check` exits 1 where it is then off by more than a half, or where
+a loss differs from that of one process by more than a ten-thousandth.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from typing import Any
 
 MOST = 1.5
 """By how much model and measurement may differ, as a factor."""
+
+SAME = 1e-4
+"""By how much a loss may differ from that of one process, relatively: the same sums, in another order."""
 
 WORDS = [
     *("--training.tokens", "98304", "--training.buffer_tokens", "16384", "--training.log_every", "4"),
@@ -40,13 +44,13 @@ def launch(world: int, *words: str) -> None:
         sys.exit(done.stderr.decode()[-2000:])
 
 
-def seconds_per_step(world: int, groups: int, config: str) -> float:
-    """Train, and return the median over windows but the first."""
+def train(world: int, groups: int, config: str) -> tuple[float, list[float]]:
+    """Train; return the seconds of a step, median over windows but the first, and every loss that was reported."""
     with tempfile.TemporaryDirectory() as folder:
         launch(world, "-m", "mxd", "train", config, *WORDS, "--out", folder, "--run", "r", "--groups", str(groups))
         lines = [json.loads(line) for line in Path(folder, "r", "metrics.jsonl").read_text().splitlines()]
     own = [line["seconds"] for line in lines if line["replacement"] == lines[0]["replacement"]]
-    return statistics.median(own[1:]) / 4
+    return statistics.median(own[1:]) / 4, [line["normalized_mse"] for line in lines]
 
 
 def speeds(world: int) -> dict[str, float]:
@@ -117,30 +121,36 @@ def main() -> None:
     if args.measure:
         measure(args.measure)
         return
-    print("| processes | groups | s a step | model | model / measured | scaled | GFLOP/s | copy, GB/s | gloo, GB/s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = ["processes", "groups", "loss differs by", "s a step", "model", "model / measured", "scaled"]
+    columns += ["GFLOP/s", "copy, GB/s", "gloo, GB/s"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     rows: list[dict[str, Any]] = []
     wrong = []
     for world in args.worlds:
         found = speeds(world)
         for groups in sorted({world, 1}, reverse=True):
-            own, model = seconds_per_step(world, groups, args.config), modelled(world, groups, args.config, found)
+            (own, losses), model = train(world, groups, args.config), modelled(world, groups, args.config, found)
             row = {"processes": world, "groups": groups, "seconds": own, "model": model, "speeds": found}
+            row["losses"] = losses
+            first = rows[0]["losses"] if rows else losses
+            off = max(abs(a / b - 1) for a, b in zip(losses, first, strict=True))
             rows.append(row | {"ratio": model["step"] / own})
             relative = rows[-1]["ratio"] / rows[0]["ratio"]
             rates = " | ".join(f"{found[name] / 1e9:,.1f}" for name in ("products", "copies"))
             network = f"{found['network'] / 1e9:,.2f}" if world > 1 else ""
             print(
-                f"| {world} | {groups} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | {relative:.2f} | "
+                f"| {world} | {groups} | {off:.1e} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | {relative:.2f} | "
                 f"{rates} | {network} |",
                 flush=True,
             )
+            if off > SAME:
+                wrong.append(f"{world} processes in {groups} groups: a loss differs by {off:.1e}")
             if not 1 / MOST < relative < MOST:
                 wrong.append(f"{world} processes in {groups} groups: {relative:.2f} x the ratio of one process")
     if args.json:
         args.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=2) + "\n")
     if args.check:
-        print("\n".join(wrong) or f"every time is within a factor of {MOST}")
+        print("\n".join(wrong) or f"every loss is within {SAME}, every time within a factor of {MOST}")
         sys.exit(1 if wrong else 0)
 
 
