@@ -139,8 +139,8 @@ def main() -> None:
             rates = " | ".join(f"{found[name] / 1e9:,.1f}" for name in ("products", "copies"))
             network = f"{found['network'] / 1e9:,.2f}" if world > 1 else ""
             print(
-                f"| {world} | {groups} | {off:.1e} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | {relative:.2f} | "
-                f"{rates} | {network} |",
+                f"| {world} | {groups} | {off:.1e} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | "
+                f"{relative:.2f} | {rates} | {network} |",
                 flush=True,
             )
             if off > SAME:
