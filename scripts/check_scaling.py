@@ -47,8 +47,8 @@ def launch(world: int, *words: str) -> None:
 def train(world: int, groups: int, config: str) -> tuple[float, list[float]]:
     """Train; return the seconds of a step, median over windows but the first, and every loss that was reported."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(world, "-m", "mxd", "train", config, *WORDS, "--out", folder, "--run", "r", "--groups", str(groups))
-        lines = [json.loads(line) for line in Path(folder, "r", "metrics.jsonl").read_text().splitlines()]
+        launch(world, "-m", "mxd", "train", config, *WORDS, "--out", folder, "--groups", str(groups))
+        lines = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
     own = [line["seconds"] for line in lines if line["replacement"] == lines[0]["replacement"]]
     return statistics.median(own[1:]) / 4, [line["normalized_mse"] for line in lines]
 
