@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import runpy
 import shutil
 import signal
@@ -862,7 +863,7 @@ def test_few_copies_of_shards_are_held_at_a_time(tmp_path, bucket, live, monkeyp
     @contextmanager
     def noting(self, name):
         with real(self, name) as path:
-            held.append(len(list(tmp_path.rglob("mxd-*/*"))))
+            held.append(sum(len(files) for _, _, files in os.walk(tmp_path)))  # minds no folder that vanishes meanwhile
             yield path
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -888,9 +889,7 @@ def test_a_place_that_cannot_be_reached_is_said_in_one_line(place, message):
         with pytest.raises(MxdError, match=message) as error:
             function()
         assert "\n" not in str(error.value)
-        assert not {"se/cr", "et@", "secret", "me@"} & {
-            word for word in ("se/cr", "et@", "secret", "me@") if word in str(error.value)
-        }
+        assert not any(word in str(error.value) for word in ("se/cr", "et@", "secret", "me@"))
 
 
 def test_what_a_driver_raises_is_one_line_without_secrets(bucket, live, monkeypatch):
