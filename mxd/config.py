@@ -148,9 +148,10 @@ class TrainingConfig(Section):
     """Learning rate; the recipe's by default."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
-    proposals: Literal["float32", "bfloat16"] = "float32"
-    """``bfloat16``: the 2 K units with the largest bfloat16 pre-activations are proposed, and formed anew in float32 to
-    choose K of them. Faster; a unit is missed only where bfloat16 ranks it below 2 K. Training only."""
+    proposals: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What all pre-activations are formed in. ``bfloat16``: the 2 K + 16 largest are formed anew in float32, K of them
+    chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: that where the device has
+    instructions for it. Training only."""
     tf32: bool = False
     """Let CUDA round the inputs of float32 products to TF32 (10 bits); nothing changes elsewhere."""
     deterministic: bool = False

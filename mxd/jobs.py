@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -13,7 +14,7 @@ from mxd.config import TrainingConfig
 from mxd.distributed import ALONE, Processes, placed_as, whole
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer
 from mxd.losses import normalize, squared_error
-from mxd.ops import Proposals
+from mxd.ops import Proposals, proposals_on
 
 ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -185,12 +186,12 @@ def new_job(
     config: ReplacementConfig,
     seed: int,
     device: torch.device,
-    proposals: Proposals = "float32",
+    proposals: Literal["auto"] | Proposals = "float32",
     processes: Processes = ALONE,
 ) -> Job:
     """Return a replacement at the beginning of its training."""
     layer = config.build(seed).to(device).train()
-    layer.sparsity.proposals = proposals
+    layer.sparsity.proposals = proposals_on(device) if proposals == "auto" else proposals
     stats = Stats(layer.num_units, config.d_out or 0, device)
     return Job(name, number, layer, _adam(layer), stats, processes)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Cost:
 
     flops: int = 0
     """Of its dense products, two for each multiplication with its addition."""
+    rounded: int = 0
+    """Of them, those of products in bfloat16."""
     moved: int = 0
     """Bytes that its operations read and write, as if nothing stayed in cache from one to the next."""
     peak: int = 0
@@ -36,7 +38,7 @@ def meter(run: Callable[[], Any]) -> Cost:
     """
     with _Meter() as found, FlopCounterMode(display=False) as counter:
         run()
-    return Cost(counter.get_total_flops(), found.moved, found.peak, found.largest)
+    return Cost(counter.get_total_flops(), found.rounded, found.moved, found.peak, found.largest)
 
 
 _aten = torch.ops.aten
@@ -53,7 +55,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.moved = self.largest = 0
+        self.live = self.peak = self.rounded = self.moved = self.largest = 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +68,8 @@ class _Meter(TorchDispatchMode):
         made = list(_tensors(out))
         for tensor in made:
             self.hold(tensor)
+        if func.overloadpacket in flop_registry and made[0].dtype is torch.bfloat16:
+            self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         if not func.is_view:
             self.moved += _traffic(func, list(_tensors((args, kwargs))), made)
         return out

@@ -22,7 +22,7 @@ from mxd.losses import normalize, squared_error
 from mxd.machine import free_disk, free_memory, resident
 from mxd.meter import Cost, meter
 from mxd.model import DTYPES, FrozenModel, bundled_path, outline, pick_device, wrap
-from mxd.ops import Proposals, metered_as
+from mxd.ops import Proposals, metered_as, proposals_on
 from mxd.progress import console
 
 ADAM_BYTES = 28
@@ -38,6 +38,8 @@ class Work:
 
     flops: float
     """Of dense products."""
+    rounded: float
+    """Of them, those in bfloat16."""
     moved: float
     """Bytes read and written that grow with the tokens."""
     fixed: float = 0.0
@@ -174,8 +176,9 @@ class _Parts:
         """Return the plan, for batches that are processed in so many parts."""
         training, parts = self.config.training, self.division.parts
         rows = -(-training.batch_tokens // parts // accumulation)
+        proposals = proposals_on(self.device) if training.proposals == "auto" else training.proposals
         steps = {
-            name: _step(layer, rows, accumulation, training.proposals, self.device)
+            name: _step(layer, rows, accumulation, proposals, self.device)
             for name, (_, layer) in self.replacements.items()
         }
         host = self.beside()
@@ -184,12 +187,11 @@ class _Parts:
         if self.device.type == "cpu":
             largest = max(cost.largest for cost in (self.forward, *steps.values()))
             device, host = {phase: _kept(host[phase] | device[phase], device, largest) for phase in device}, {}
-        work = {"base model": Work(self.forward.flops / self.forward_tokens, self.forward.moved / self.forward_tokens)}
+        work = {"base model": _work(self.forward, self.forward_tokens)}
         sites = {number: buffer_bytes([widths], 1) for number, widths in self.widths.items()}
         tokens = training.batch_tokens
         for name, cost in steps.items():
-            fixed = ADAM_BYTES * self.params(name) / tokens
-            work[name] = Work(parts * cost.flops / tokens, parts * cost.moved / tokens, fixed)
+            work[name] = _work(cost, tokens / parts, ADAM_BYTES * self.params(name) / tokens)
         return Plan(self.replacements, self.device, accumulation, device, host, self.disk(), self.division, sites, work)
 
     def params(self, name: str) -> int:
@@ -276,10 +278,16 @@ def _step(config: ReplacementConfig, rows: int, accumulation: int, proposals: Pr
         later = meter(part) if accumulation > 1 else Cost()  # the gradient so far is there, too
     return Cost(
         flops=accumulation * first.flops,
+        rounded=accumulation * first.rounded,
         moved=first.moved + (accumulation - 1) * later.moved,
         peak=max(first.peak, later.peak + 4 * config.num_params) if accumulation > 1 else first.peak,
         largest=first.largest,
     )
+
+
+def _work(cost: Cost, tokens: int | float, fixed: float = 0.0) -> Work:
+    """Divide a cost by the tokens it is for."""
+    return Work(cost.flops / tokens, cost.rounded / tokens, cost.moved / tokens, fixed)
 
 
 def _kept(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], largest: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from mxd.config import RunConfig
 from mxd.division import divide
 from mxd.machine import copy_speed, product_speed
 from mxd.model import DTYPES
-from mxd.plan import Plan
+from mxd.plan import Plan, Work
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Speeds:
 
     products: float
     """FLOPs a second of float32 products, or TF32 ones where a run asks for them."""
+    rounded: float
+    """FLOPs a second of bfloat16 products, which propose units."""
     base: float
     """FLOPs a second in the base model's dtype."""
     copies: float
@@ -59,9 +61,15 @@ class Times:
 def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
     """Measure the device at hand, in about a second."""
     products = product_speed(device, tf32=config.training.tf32)
+    rounded = products if config.training.proposals == "float32" else product_speed(device, torch.bfloat16)
     dtype = DTYPES[config.model.dtype]
     base = products if dtype == torch.float32 else product_speed(device, dtype)
-    return Speeds(products, base, copy_speed(device), network)
+    return Speeds(products, rounded, base, copy_speed(device), network)
+
+
+def product_seconds(work: Work, speeds: Speeds) -> float:
+    """Return the seconds that a replacement's products take for a token."""
+    return (work.flops - work.rounded) / speeds.products + work.rounded / speeds.rounded
 
 
 def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> Times:
@@ -84,7 +92,7 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
         found.append(
             Times(
                 base=factor * tokens / world * (base.flops / speeds.base + base.moved / speeds.copies),
-                steps=factor * tokens / parts * sum(w.flops / speeds.products + w.moved / speeds.copies for w in work),
+                steps=factor * tokens / parts * sum(product_seconds(w, speeds) + w.moved / speeds.copies for w in work),
                 adam=factor * tokens * sum(w.fixed for w in work) / speeds.copies,
                 exchange=received / speeds.network if speeds.network else 0.0,
                 gradients=reduced / speeds.network if speeds.network else 0.0,

@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--base-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tf32", action="store_true", help="round the inputs of float32 products to TF32")
     parser.add_argument(
-        "--proposals", choices=["float32", "bfloat16"], default="float32", help="see the training config"
+        "--proposals", choices=["float32", "bfloat16"], default="bfloat16", help="see the training config"
     )
     parser.add_argument("--triton", action="store_true", help="train through the Triton kernels")
     parser.add_argument("--windows", type=int, default=8, help="windows of the end-to-end measurement")
@@ -375,6 +375,7 @@ def main() -> None:
     use_triton(args.triton)
     if args.device == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if args.tf32 else "ieee"
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in mxd train
     device, sizes = Device(args.device), SMALL if args.small else FULL
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     name += ", toy sizes: the numbers mean nothing" if args.small else ""

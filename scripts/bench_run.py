@@ -90,7 +90,7 @@ def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str
     batch = next(activation_stream(config, base))
     found = {}
     for name, (number, layer) in plan_layers(config, base).items():
-        job = new_job(name, number, layer, config.seed, base.device)
+        job = new_job(name, number, layer, config.seed, base.device, config.training.proposals)
         x, y = batch.sites[number]
         times = [seconds(lambda job=job, x=x, y=y: train_step(job, x, y, 1e-4, 4096)) for _ in range(repeats + 1)]
         found[name] = statistics.median(times[1:])

@@ -4,9 +4,10 @@
 
 For every layer and shape one process runs all contestants in turn within every repeat, on the same data; medians over
 repeats. `mxd train` also tells glibc to keep freed memory; since that would speed every contestant up, "as mxd train"
-is measured after them. The floor is the time of the dense float32 products that a step cannot avoid, each measured into
-a buffer that is there already. Peak memory is that of a process of its own that builds one contestant and takes two
-steps, less what it held before. With `pip install eai-sparsify` EleutherAI's sparsify is measured beside.
+is measured after them, in turn with the same step with all products in float32 ("float32 proposals"). The floor is the
+time of the dense products that such a step takes, each measured into a buffer that is there already. Peak memory is
+that of a process of its own that builds one contestant and takes two steps, less what it held before. With
+`pip install eai-sparsify` EleutherAI's sparsify is measured beside.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 Step = Callable[[], object]
 
 
-def ours(config: ReplacementConfig, proposals: Proposals, x: Tensor, y: Tensor) -> Step:
+def ours(config: ReplacementConfig, proposals: Literal["auto"] | Proposals, x: Tensor, y: Tensor) -> Step:
     """A step as `mxd train` takes it, but for freed memory."""
     job = new_job(config.label, 0, config, 0, torch.device("cpu"), proposals)
     return lambda: train_step(job, x, y, 1e-4, TOKENS)
@@ -102,23 +103,23 @@ def sparsify(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
 
 
 CONTESTANTS: dict[str, Callable[[ReplacementConfig, Tensor, Tensor], Step | None]] = {
-    "ours": lambda config, x, y: ours(config, "float32", x, y),
-    "bf16": lambda config, x, y: ours(config, "bfloat16", x, y),
+    "ours": lambda config, x, y: ours(config, "auto", x, y),
+    "float32": lambda config, x, y: ours(config, "float32", x, y),
     "dense": dense,
     "sparsify": sparsify,
 }
 TITLES = {
     "train": "ours, as mxd train",
-    "bf16": "ours, as mxd train, bf16 proposals",
+    "float32": "ours, as mxd train, float32 proposals",
     "ours": "ours, freed memory not kept",
     "dense": "dense autograd",
     "sparsify": "sparsify",
-    "floor": "floor",
+    "floor": "floor in float32",
 }
 
 
 def floor(config: ReplacementConfig, shape: MLPShape, x: Tensor) -> dict[str, tuple[int, Step]]:
-    """The products no step avoids, and how often each is needed.
+    """The products of a step in float32, and how often each is needed.
 
     All units' pre-activations; of an MxD's dense encoder each of E, (E_glu,) and D forward and for its own gradient,
     and D once more for the gradient of the hidden state; of a skip its output and its gradient. Nothing needs the
@@ -142,10 +143,10 @@ def bench(name: str, label: str, k: int, repeats: int) -> dict[str, Any]:
     steps = {key: step for key, build in CONTESTANTS.items() if (step := build(config, x, y))}
     products = floor(config, SHAPES[name], x)
     floors = {f"floor {key}": step for key, (_, step) in products.items()}
-    bf16 = steps.pop("bf16")
+    float32 = steps.pop("float32")
     plain = medians(steps | floors, repeats)
     keep_freed_memory()
-    kept = medians({"train": steps["ours"], "bf16": bf16} | floors, repeats)
+    kept = medians({"train": steps["ours"], "float32": float32} | floors, repeats)
     seconds = {**kept, **{key: plain[key] for key in steps}}
     for title, times in (("floor", plain), ("floor of as mxd train", kept)):
         seconds[title] = sum(count * times[f"floor {key}"] for key, (count, _) in products.items())
@@ -211,9 +212,9 @@ def missed(row: dict[str, Any]) -> list[str]:
     """Return the targets a row misses, each as one line."""
     seconds, peak = row["seconds"], row["peak_bytes"]
     mine, floor = seconds["train"], seconds["floor of as mxd train"]
-    wanted = {"floor": (mine / floor, 1.25 if row["layer"] == "MxD" else 1.3)}
+    wanted = {"floor, with float32 proposals,": (seconds["float32"] / floor, 1.25 if row["layer"] == "MxD" else 1.3)}
     if row["layer"] == "MxD":
-        wanted["floor, with bf16 proposals,"] = (seconds["bf16"] / floor, 1.0)
+        wanted["floor"] = (mine / floor, 1.0)
         wanted["dense autograd"] = (mine / seconds["dense"], 1 / 4)
     elif "sparsify" in seconds:
         wanted["sparsify"] = (mine / seconds["sparsify"], 1 / 1.6)
@@ -229,7 +230,7 @@ def print_row(row: dict[str, Any]) -> None:
     """Print a row of the table for each contestant."""
     seconds, peak = row["seconds"], row["peak_bytes"]
     for key in (key for key in TITLES if key in seconds):
-        own_floor = seconds["floor of as mxd train" if key in ("train", "bf16") else "floor"]
+        own_floor = seconds["floor of as mxd train" if key in ("train", "float32") else "floor"]
         print(
             f"| {row['shape']} | {row['layer']}, N = {row['units']:,} | {TITLES[key]} | {seconds[key]:.3f} "
             f"| {seconds[key] / own_floor:.2f} | {seconds[key] / seconds['train']:.2f} "

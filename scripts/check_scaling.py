@@ -104,7 +104,7 @@ def modelled(world: int, groups: int, config: str, found: dict[str, float]) -> d
     from mxd.scaling import Speeds, step_times
 
     run = load_config(config, WORDS)
-    at = Speeds(found["products"], found["products"], found["copies"], found["network"])
+    at = Speeds(found["products"], found["products"], found["products"], found["copies"], found["network"])
     times = step_times(plan_run(run, world=world, groups=groups), run.training.batch_tokens, at)
     return {**asdict(times), "step": times.step}
 

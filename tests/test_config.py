@@ -151,10 +151,10 @@ def test_missing_file() -> None:
         load_config("nowhere.yaml")
 
 
-def test_nothing_is_rounded_or_cached_unless_asked_for() -> None:
+def test_nothing_is_cached_or_rounded_in_the_result_unless_asked_for() -> None:
     for path in CONFIGS:
         config = load_config(path)
-        assert (config.data.cache, config.training.proposals, config.training.tf32) == (None, "float32", False)
+        assert (config.data.cache, config.training.proposals, config.training.tf32) == (None, "auto", False)
 
 
 def test_a_config_is_frozen() -> None:

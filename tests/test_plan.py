@@ -19,7 +19,7 @@ from mxd.meter import meter
 from mxd.model import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.plan import as_recorded, check_memory, peak, plan_run, prepare
-from mxd.scaling import Speeds, expected, step_times
+from mxd.scaling import Speeds, expected, product_seconds, step_times
 from mxd.train import train
 
 MIB = 2**20
@@ -177,7 +177,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path, monkeypatch: 
 
 def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
     config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:1])
-    speeds = Speeds(products=1e9, base=2e9, copies=1e8, network=1e7)
+    speeds = Speeds(products=1e9, rounded=4e9, base=2e9, copies=1e8, network=1e7)
     tokens, site = config.training.batch_tokens, 2 * 128 * 4
     one = step_times(plan_run(config), tokens, speeds)
     work = plan_run(config).work
@@ -196,6 +196,26 @@ def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
     assert shared.gradients == pytest.approx(4 * params / 1e7)  # 2 (s - 1) / s of them, for s = 2
     assert shared.exchange == pytest.approx(tokens / 2 * 2 * site / 2 / 1e7)
     assert step_times(plan_run(config), tokens, speeds, factor=3.0).step == pytest.approx(3 * one.step)
+
+
+def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    found = {
+        proposals: plan_run(
+            small(tmp_path, replacements=EVERYTHING[1:2], training={"proposals": proposals, "accumulation": n})
+        )
+        for proposals, n in (("float32", 1), ("bfloat16", 2))
+    }
+    (name,) = found["float32"].replacements
+    exact, rounded = (plan.work[name] for plan in found.values())
+    _, layer = found["float32"].replacements[name]
+    assert (exact.rounded, rounded.rounded) == (0, 2 * layer.d_in * layer.num_units)
+    assert exact.flops == rounded.flops
+    speeds = Speeds(products=1e9, rounded=4e9, base=2e9, copies=1e8)
+    saved = product_seconds(exact, speeds) - product_seconds(rounded, speeds)
+    assert saved == pytest.approx(rounded.rounded * (1 / 1e9 - 1 / 4e9))
 
 
 def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class Sparsity(nn.Module, ABC):
     """Chooses units from a linear map of the input."""
 
     proposals: Proposals = "float32"
-    """Set to ``bfloat16`` in training, where asked for: see ``topk_linear``. Evaluation mode is always exact."""
+    """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
 
     @abstractmethod
     def forward(

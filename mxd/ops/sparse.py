@@ -26,12 +26,29 @@ _metered_as = "cpu"
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
+SPARE = 16
+"""Units proposed in bfloat16 beyond ``2 k``: enough that hardly a row's choice is left unproven, from K = 1 on."""
+
+WORTH = 64
+"""Proposals pay where there are more than so many units for each one proposed."""
+
+PART = 512
+"""Rows rounded to bfloat16 at a time, to stay in cache."""
+
 DEVICES = ("cpu", "cuda", "meta")
 """Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
 
 
 _SUM = 0  # the mode of embedding_bag
 _through_triton = False
+
+
+def proposals_on(device: torch.device) -> Proposals:
+    """Return ``bfloat16`` where a device multiplies it by instructions of its own, and ``float32`` elsewhere."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # no public name has it
+    return "bfloat16" if device.type == "cpu" and has() else "float32"
 
 
 def use_triton(on: bool) -> None:
@@ -76,8 +93,8 @@ def topk_linear(
         weight: one row per unit.
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
-        proposals: ``bfloat16`` forms all pre-activations in bfloat16, and the ``2 k`` largest anew in ``x``'s dtype;
-            the ``k`` largest of those are returned. A unit is missed only if bfloat16 ranks it below ``2 k``.
+        proposals: ``bfloat16`` forms all pre-activations in bfloat16, where that pays, and the ``2 k + 16`` largest
+            anew in ``x``'s dtype, of which the ``k`` largest are returned. None can be missed: see ``_proposed``.
     """
     if x.device.type not in DEVICES:
         return reference.topk_linear(x, weight, bias, k)
@@ -210,12 +227,47 @@ def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, T
 
 
 def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``_largest``, among the ``2 k`` largest in bfloat16."""
-    low = torch.bfloat16
-    _, proposed = _largest(x.to(low), weight.to(low), bias.to(low), min(2 * k, len(weight)))
+    """As ``_largest``, from a bfloat16 product and a proof, row by row, that no other unit belongs among the ``k``.
+
+    Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
+    and Schwarz); these norms are measured. If the least of the units proposed, plus that, is no more than the k-th
+    largest in full precision, then no unit that was not proposed is larger. Other rows are searched anew in full.
+    """
+    count = 2 * k + SPARE
+    if count * WORTH > len(weight):
+        return _largest(x, weight, bias, k)
+    low_x, x_norm, x_error = _lowered(x)
+    low_weight, weight_norms, weight_errors = _lowered(weight)
+    weight_norm, weight_error = weight_norms.max(), weight_errors.max()
+    low_bias = bias.to(torch.bfloat16)
+    tops, proposed = _largest(low_x, low_weight, low_bias, count)
     exact = _gather_dot(x, proposed, weight).add_(bias[proposed])
     values, chosen = exact.topk(k, sorted=False)
-    return values, proposed.gather(1, chosen)
+    indices = proposed.gather(1, chosen)
+
+    sums = 2**-22 * (x.shape[1] + 2)  # rounding of two float32 sums of so many terms, twice over
+    error = x_error * weight_norm + x_norm * (weight_error + sums * weight_norm)
+    error += (bias - low_bias).abs().max() + sums * bias.abs().max()
+    last = tops.amin(1).to(x.dtype)
+    proven = (
+        last + 2**-7 * last.abs() + error <= values.amin(1).relu()
+    )  # last was rounded itself; false where one is NaN
+    if not proven.all():
+        rows = proven.logical_not().nonzero().squeeze(1)
+        values[rows], indices[rows] = _largest(x[rows], weight, bias, k)
+    return values, indices
+
+
+def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows in bfloat16, for each a bound on its norm before and after, and the norm of its change."""
+    low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
+    norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
+    for start in range(0, len(rows), PART):  # parts that stay in cache
+        part = slice(start, start + PART)
+        low[part] = rows[part]
+        torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
+        torch.linalg.vector_norm(rows[part] - low[part], dim=1, out=errors[part])
+    return low, norms + errors, errors
 
 
 class _TopKLinear(torch.autograd.Function):

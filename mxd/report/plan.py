@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from mxd.plan import Plan, peak
-from mxd.scaling import Speeds, Times
+from mxd.scaling import Speeds, Times, product_seconds
 
 
 def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> Iterator[Table | str]:
@@ -48,7 +48,7 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
         table.add_column(title, justify="right" if title else "left")
     for name, one in plan.work.items():
         params = f"{plan.replacements[name][1].num_params:,}" if name in plan.replacements else ""
-        floor = one.flops / (speeds.products if params else speeds.base)
+        floor = product_seconds(one, speeds) if params else one.flops / speeds.base
         cells = (f"{one.flops / 1e6:,.2f}", f"{(one.moved + one.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, params, *cells)
     return table
