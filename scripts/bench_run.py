@@ -6,7 +6,8 @@
 
 A run of 4 methods x 4 K at one block: the base model's forward alone, each replacement's step alone on one batch (the
 median), then `mxd train` as it is, reading live and reading a cache; what the run takes beyond forward and steps is its
-overhead. Evaluation: one replacement of the block against eight.
+overhead. Counted, too: the rows of the live run whose units were proposed in bfloat16, and those that this could not be
+proven for. Evaluation: one replacement of the block against eight.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,6 +31,7 @@ from mxd.data import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
 from mxd.jobs import new_job, train_step
 from mxd.model import FrozenModel, load_frozen
+from mxd.ops import sparse
 from mxd.plan import plan_layers
 from mxd.stream import activation_stream, cache_activations
 from mxd.train import train
@@ -105,10 +108,10 @@ def waiting() -> Iterator[list[float]]:
     module = importlib.import_module("mxd.train")
     original, waits = module._Run.next_batch, []
 
-    def timed(self: Any, stream: Iterator[Batch]) -> Batch:
+    def timed(*given: Any) -> Batch:
         begin = time.perf_counter()
         try:
-            return original(self, stream)
+            return original(*given)
         finally:
             waits.append(time.perf_counter() - begin)
 
@@ -119,6 +122,28 @@ def waiting() -> Iterator[list[float]]:
         module._Run.next_batch = original
 
 
+@contextmanager
+def proposals() -> Iterator[dict[str, int]]:
+    """Count the rows whose units are proposed in bfloat16, and those searched anew in float32."""
+    proposed, largest, counts = sparse._proposed, sparse._largest, {"rows proposed for": 0, "rows searched anew": 0}
+    searched: list[tuple[bool, int]] = []
+
+    def noting(x: Any, *rest: Any) -> Any:
+        searched.append((x.dtype is torch.bfloat16, 0 if x.is_meta else len(x)))
+        return largest(x, *rest)
+
+    def counting(*inputs: Any) -> Any:
+        searched.clear()
+        found = proposed(*inputs)
+        if searched[0][0]:
+            counts["rows proposed for"] += searched[0][1]
+            counts["rows searched anew"] += sum(rows for _, rows in searched[1:])
+        return found
+
+    with mock.patch.object(sparse, "_proposed", counting), mock.patch.object(sparse, "_largest", noting):
+        yield counts
+
+
 def runs(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, Any]:
     """Measure the run's parts, the live run and the cached run."""
     live = configure(args, folder, "live")
@@ -126,9 +151,10 @@ def runs(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, 
     steps = step_seconds(live, base, args.repeats)
     found: dict[str, Any] = {"steps": steps, "forward": forward_seconds(live, base)}
     found["all steps"] = args.batches * sum(steps.values())
-    with waiting() as waits:
+    with waiting() as waits, proposals() as rows:
         found["live run"] = seconds(lambda: train(live, model=base))
         found["live run, waiting"] = sum(waits)
+    found |= rows
     found["writing the cache"] = seconds(lambda: cache_activations(live, Path(folder) / "cache", model=base))
     with waiting() as waits:
         found["cached run"] = seconds(lambda: train(cached, model=base))
@@ -185,7 +211,7 @@ def main() -> None:
         print(f"| {name} | {found[name]:.2f} | {found[name] / found['live run']:.1%} | {tokens / found[name]:,.0f} |")
     for name in ("writing the cache", "evaluating 1", "evaluating 8"):
         print(f"| {name} | {found[name]:.2f} | | |")
-    print()
+    print(f"\nrows proposed for: {found['rows proposed for']:,}, searched anew: {found['rows searched anew']:,}\n")
     misses = missed(found)
     if args.json:
         machine = {"threads": torch.get_num_threads()}

@@ -1,0 +1,61 @@
+"""The benchmarks still run, at toy sizes; what they print is not looked at, and no time is."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mxd
+from mxd.layers import MLPShape
+
+SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, words: str) -> dict:
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [name, *words.split(), "--json", str(file)])
+    script(name).main()
+    return json.loads(file.read_text())
+
+
+def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 8)
+    monkeypatch.setattr("mxd.ops.sparse.proposals_on", lambda device: "bfloat16")
+    monkeypatch.setattr("mxd.jobs.proposals_on", lambda device: "bfloat16")
+    words = "--model tiny-gpt2 --layer 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
+    found = run(monkeypatch, tmp_path, "bench_run", words)
+    assert len(found["steps"]) == 16 and found["all steps"] == sum(found["steps"].values())
+    assert found["rows proposed for"] > found["rows searched anew"]
+    assert found["rows proposed for"] % 4096 == 0
+
+
+def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = run(monkeypatch, tmp_path, "bench_gpu", "--device cpu --small --repeats 1 --windows 1")
+    assert found["settings"]["proposals"] == "bfloat16"
+
+
+@pytest.mark.parametrize("label", ["MxD", "TC", "STC"])
+def test_bench_step(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    module = script("bench_step")
+    monkeypatch.setattr(module, "SHAPES", {"toy": MLPShape(16, 16, 32, "silu", True)})
+    monkeypatch.setattr(module, "TOKENS", 64)
+    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
+    row = module.bench("toy", label, 4, 1)
+    assert {"train", "float32", "ours", "dense", "floor", "floor of as mxd train"} <= row["seconds"].keys()
+    peaks = {key: module.peak_bytes("toy", label, 4, key) for key in ("train", "dense")}
+    row["peak_bytes"] = {**peaks, "sparsify": 1}
+    row["seconds"]["sparsify"] = row["seconds"]["train"] / 2
+    lines = module.missed(row)
+    assert all(line.startswith(f"toy {label}: ") for line in lines)
+    module.print_row(row)
