@@ -33,7 +33,7 @@ WORTH = 64
 """Proposals pay where there are more than so many units for each one proposed."""
 
 PART = 512
-"""Rows rounded to bfloat16 at a time, to stay in cache."""
+"""Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
 
 DEVICES = ("cpu", "cuda", "meta")
 """Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
@@ -249,9 +249,8 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
     error = x_error * weight_norm + x_norm * (weight_error + sums * weight_norm)
     error += (bias - low_bias).abs().max() + sums * bias.abs().max()
     last = tops.amin(1).to(x.dtype)
-    proven = (
-        last + 2**-7 * last.abs() + error <= values.amin(1).relu()
-    )  # last was rounded itself; false where one is NaN
+    error += 2**-7 * last.abs()  # it was rounded itself
+    proven = last + error <= values.amin(1).relu()  # false where one is NaN
     if not proven.all():
         rows = proven.logical_not().nonzero().squeeze(1)
         values[rows], indices[rows] = _largest(x[rows], weight, bias, k)
@@ -262,8 +261,9 @@ def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows in bfloat16, for each a bound on its norm before and after, and the norm of its change."""
     low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
-    for start in range(0, len(rows), PART):  # parts that stay in cache
-        part = slice(start, start + PART)
+    size = PART if (_metered_as if rows.is_meta else rows.device.type) == "cpu" else max(1, len(rows))
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
         low[part] = rows[part]
         torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
         torch.linalg.vector_norm(rows[part] - low[part], dim=1, out=errors[part])
