@@ -218,7 +218,8 @@ def watch(name: str, inputs: int, number: int, minutes: float, findings: Path) -
     stuck = False
     while worker.is_alive():
         worker.join(0.2)
-        if started.value and time.time() - started.value > STUCK:
+        begun = started.value  # read once: the worker sets it to zero when it is done
+        if begun and time.time() - begun > STUCK:
             stuck = True
             worker.kill()
             worker.join()
