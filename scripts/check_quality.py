@@ -4,8 +4,9 @@
 
 From one stream of activations each replacement of the config is trained three times for each seed, from the same
 initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
-the sparse operations of `mxd train` (`float32`), and with `training.proposals: bfloat16`. With --check the script exits
-1 if a path's mean differs from plain's by more than twice the standard error over the seeds of plain itself.
+the sparse operations of `mxd train` (`float32`), and with `training.proposals: bfloat16`, whose rows are counted (that
+path is left out where units are too few for it to pay). With --check the script exits 1 if a path's mean exceeds
+plain's by more than twice the standard error over the seeds of plain itself.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench_run import proposals
 
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
@@ -27,10 +30,12 @@ from mxd.evaluation.faithfulness import Reconstruction
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import reference
+from mxd.ops.sparse import proposals_pay
 from mxd.plan import plan_layers
 from mxd.progress import progress
 from mxd.stream import activation_stream
 
+Counts = dict[str, Counter[str]]
 PATHS = ("plain", "float32", "bfloat16")
 
 
@@ -48,8 +53,11 @@ def plain_operations() -> Iterator[None]:
         yield
 
 
-def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> dict[tuple[str, str, int], Job]:
-    """Train every replacement on every path with every seed; keys are (replacement, path, seed)."""
+def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Job], Counts]:
+    """Train every replacement on every path with every seed; keys are (replacement, path, seed).
+
+    Also returns for each replacement how many rows were proposed for in bfloat16, and how many searched anew.
+    """
     training = config.training
     jobs = {
         (name, path, seed): new_job(
@@ -57,25 +65,25 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> dict[tuple[st
         )
         for name, (number, layer) in plan_layers(config, base).items()
         for path in PATHS
+        if path != "bfloat16" or proposals_pay(layer.sparsity.k, layer.num_units)
         for seed in range(seeds)
     }
+    counts: Counts = {name: Counter() for name, _, _ in jobs}
     stream = activation_stream(config, base)
     with progress(f"training {len(jobs)} replacements", training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
             batch = next(stream)
-            for (_, path, _), job in jobs.items():
+            for (name, path, _), job in jobs.items():
                 x, y = batch.sites[job.number]
                 if step == 0:
                     job.layer.start(*batch.means[job.number], training.settings.start)
                 seen = (step + 1) * training.batch_tokens
                 rate = learning_rate(step, training)
-                if path == "plain":
-                    with plain_operations():
-                        train_step(job, x, y, rate, seen)
-                else:
+                with plain_operations() if path == "plain" else proposals() as rows:
                     train_step(job, x, y, rate, seen)
+                counts[name].update(rows or {})
             advance(training.batch_tokens)
-    return jobs
+    return jobs, counts
 
 
 @torch.no_grad()
@@ -88,7 +96,7 @@ def held_out(config: RunConfig, base: FrozenModel, jobs: dict[Any, Job], tokens:
     blocks = held_out_blocks(base, text)(0)
     special = torch.tensor(base.tokenizer.all_special_ids)
     for _ in range(math.ceil(tokens / text.context)):
-        ids = torch.from_numpy(next(blocks)).long()[None]
+        ids = torch.tensor(next(blocks), dtype=torch.int64)[None]
         kept = ~torch.isin(ids, special)
         for number, (x, y) in base.record(ids, config.layers).items():
             for key, job in jobs.items():
@@ -111,14 +119,15 @@ def main() -> None:
         args.config, [word for one in args.set for word in (f"--{one.split('=', 1)[0]}", one.split("=", 1)[1])]
     )
     base = load_frozen(config.model.source, device="cpu")
-    jobs = train_all(config, base, args.seeds)
+    jobs, counts = train_all(config, base, args.seeds)
     errors = held_out(config, base, jobs, args.held_out)
     print(f"{config.model.source}, {config.training.tokens:,} tokens, held-out normalized MSE, {args.seeds} seeds\n")
     print("| replacement | path | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean | against plain |")
     print("|---|---|" + "---|" * (args.seeds + 2))
     worse, rows = [], []
     for name in dict.fromkeys(name for name, _, _ in errors):
-        series = {path: [errors[name, path, seed] for seed in range(args.seeds)] for path in PATHS}
+        paths = [path for path in PATHS if (name, path, 0) in errors]
+        series = {path: [errors[name, path, seed] for seed in range(args.seeds)] for path in paths}
         plain = statistics.mean(series["plain"])
         noise = 2 * statistics.stdev(series["plain"]) / math.sqrt(args.seeds) if args.seeds > 1 else math.inf
         for path, found in series.items():
@@ -126,8 +135,12 @@ def main() -> None:
             cells = " | ".join(f"{value:.5f}" for value in found)
             print(f"| {name} | {path} | {cells} | {mean:.5f} | {100 * (mean / plain - 1):+.2f}% |")
             rows.append({"replacement": name, "path": path, "normalized_mse": found})
+            rows[-1] |= counts[name] if path == "bfloat16" else {}
             if mean - plain > noise:
                 worse.append(f"{name}, {path}: {mean:.5f} against {plain:.5f}, noise {noise:.5f}")
+    for name, count in counts.items():
+        if count["rows proposed for"]:
+            print(f"\n{name}: {count['rows proposed for']:,} rows proposed for, {count['rows searched anew']:,} anew")
     if args.json:
         args.json.write_text(json.dumps({"config": config.model_dump(mode="json"), "rows": rows}, indent=2) + "\n")
     if args.check:

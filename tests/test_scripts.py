@@ -22,9 +22,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, words: str) -> dict:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, *words: str) -> dict:
     file = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", [name, *words.split(), "--json", str(file)])
+    monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(file)])
     script(name).main()
     return json.loads(file.read_text())
 
@@ -34,14 +34,29 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mxd.ops.sparse.proposals_on", lambda device: "bfloat16")
     monkeypatch.setattr("mxd.jobs.proposals_on", lambda device: "bfloat16")
     words = "--model tiny-gpt2 --layer 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
-    found = run(monkeypatch, tmp_path, "bench_run", words)
+    found = run(monkeypatch, tmp_path, "bench_run", *words.split())
     assert len(found["steps"]) == 16 and found["all steps"] == sum(found["steps"].values())
     assert found["rows proposed for"] > found["rows searched anew"]
     assert found["rows proposed for"] % 4096 == 0
 
 
+def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
+    methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,32]}}]".replace(":", ": ")
+    words = f"{SCRIPTS.parent}/configs/tiny.yaml --seeds 2 --held-out 256 --set {fields}".split()
+    rows = run(monkeypatch, tmp_path, "check_quality", *words, methods)["rows"]
+    assert [(row["replacement"][-3:], row["path"]) for row in rows] == [
+        *(("k16", path) for path in ("plain", "float32", "bfloat16")),
+        *(("k32", path) for path in ("plain", "float32")),
+    ]
+    assert [row.get("rows proposed for") for row in rows] == [None, None, 512, None, None]
+    assert rows[0]["normalized_mse"] == pytest.approx(rows[2]["normalized_mse"], rel=1e-4)
+    assert rows[0]["normalized_mse"][0] != rows[0]["normalized_mse"][1]
+
+
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = run(monkeypatch, tmp_path, "bench_gpu", "--device cpu --small --repeats 1 --windows 1")
+    found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
     assert found["settings"]["proposals"] == "bfloat16"
 
 

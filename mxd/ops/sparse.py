@@ -51,6 +51,11 @@ def proposals_on(device: torch.device) -> Proposals:
     return "bfloat16" if device.type == "cpu" and has() else "float32"
 
 
+def proposals_pay(k: int, units: int) -> bool:
+    """Return whether units are many enough for proposals in bfloat16; where not, all is float32 whatever is asked."""
+    return (2 * k + SPARE) * WORTH <= units
+
+
 def use_triton(on: bool) -> None:
     """Send CUDA tensors through the Triton kernels of ``mxd.ops.kernels``, or (as at first) through PyTorch's own.
 
@@ -233,9 +238,9 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
     and Schwarz); these norms are measured. If the least of the units proposed, plus that, is no more than the k-th
     largest in full precision, then no unit that was not proposed is larger. Other rows are searched anew in full.
     """
-    count = 2 * k + SPARE
-    if count * WORTH > len(weight):
+    if not proposals_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
+    count = 2 * k + SPARE
     low_x, x_norm, x_error = _lowered(x)
     low_weight, weight_norms, weight_errors = _lowered(weight)
     weight_norm, weight_error = weight_norms.max(), weight_errors.max()
