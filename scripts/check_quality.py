@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from bench_run import proposals
+from torch import Tensor
 
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
@@ -87,22 +88,39 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
 
 
 @torch.no_grad()
-def held_out(config: RunConfig, base: FrozenModel, jobs: dict[Any, Job], tokens: int) -> dict[Any, float]:
-    """Normalized MSE of every job on the validation text, special tokens left out."""
-    for job in jobs.values():
-        job.layer.eval()
-    found = {key: Reconstruction(job.layer, None) for key, job in jobs.items()}
-    text = DataConfig.model_validate(config.data.model_dump() | {"split": "validation"})
+def held_out_activations(
+    config: RunConfig, base: FrozenModel, tokens: int, split: str = "validation"
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return inputs and outputs of each block's MLP on held-out text, special tokens left out."""
+    text = DataConfig.model_validate(config.data.model_dump() | {"split": split})
     blocks = held_out_blocks(base, text)(0)
     special = torch.tensor(base.tokenizer.all_special_ids)
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for _ in range(math.ceil(tokens / text.context)):
         ids = torch.tensor(next(blocks), dtype=torch.int64)[None]
         kept = ~torch.isin(ids, special)
         for number, (x, y) in base.record(ids, config.layers).items():
-            for key, job in jobs.items():
-                if job.number == number:
-                    found[key].see(x[kept], y[kept])
-    return {key: one.report()["normalized_mse"] for key, one in found.items()}
+            found.setdefault(number, []).append((x[kept], y[kept]))
+    return {
+        number: (torch.cat([x for x, _ in sites]), torch.cat([y for _, y in sites])) for number, sites in found.items()
+    }
+
+
+@torch.no_grad()
+def held_out(jobs: dict[Any, Job], activations: dict[int, tuple[Tensor, Tensor]]) -> dict[Any, float]:
+    """Normalized MSE of every job."""
+    errors = {}
+    for key, job in jobs.items():
+        found = Reconstruction(job.layer.eval(), None)
+        for x, y in zip(*(site.split(1024) for site in activations[job.number]), strict=True):
+            found.see(x, y)
+        errors[key] = found.report()["normalized_mse"]
+    return errors
+
+
+def pairs(changes: list[str]) -> list[str]:
+    """Return FIELD=VALUE ... as the words `mxd train` takes."""
+    return [word for one in changes for word in (f"--{one.split('=', 1)[0]}", one.split("=", 1)[1])]
 
 
 def main() -> None:
@@ -115,12 +133,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    config = load_config(
-        args.config, [word for one in args.set for word in (f"--{one.split('=', 1)[0]}", one.split("=", 1)[1])]
-    )
+    config = load_config(args.config, pairs(args.set))
     base = load_frozen(config.model.source, device="cpu")
     jobs, counts = train_all(config, base, args.seeds)
-    errors = held_out(config, base, jobs, args.held_out)
+    errors = held_out(jobs, held_out_activations(config, base, args.held_out))
     print(f"{config.model.source}, {config.training.tokens:,} tokens, held-out normalized MSE, {args.seeds} seeds\n")
     print("| replacement | path | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean | against plain |")
     print("|---|---|" + "---|" * (args.seeds + 2))

@@ -55,6 +55,18 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert rows[0]["normalized_mse"][0] != rows[0]["normalized_mse"][1]
 
 
+def test_study_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
+    words = f"--seeds 2 --held-out 256 --set {fields} --settings".split()
+    names = ["fast", "whole base, held out", "whole base, held out, penalty 0.01 on the mean gate"]
+    fast, base, penalised = run(monkeypatch, tmp_path, "study_recipes", *words, *names).values()
+    assert base[0]["normalized_mse"] < 0.1 * fast[0]["normalized_mse"]
+    assert base[0]["shared_share"] > 0.9 and fast[0]["shared_share"] < 0.5
+    assert fast[0]["effective_units"] <= 32 < base[0]["effective_units"] <= 33
+    assert base[0] != penalised[0]
+
+
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
     assert found["settings"]["proposals"] == "bfloat16"
