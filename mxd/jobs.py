@@ -191,7 +191,7 @@ def new_job(
 ) -> Job:
     """Return a replacement at the beginning of its training."""
     layer = config.build(seed).to(device).train()
-    layer.sparsity.proposals = proposals_on(device) if proposals == "auto" else proposals
+    layer.sparsity.proposals = proposals_on(device, proposals)
     stats = Stats(layer.num_units, config.d_out or 0, device)
     return Job(name, number, layer, _adam(layer), stats, processes)
 

@@ -176,7 +176,7 @@ class _Parts:
         """Return the plan, for batches that are processed in so many parts."""
         training, parts = self.config.training, self.division.parts
         rows = -(-training.batch_tokens // parts // accumulation)
-        proposals = proposals_on(self.device) if training.proposals == "auto" else training.proposals
+        proposals = proposals_on(self.device, training.proposals)
         steps = {
             name: _step(layer, rows, accumulation, proposals, self.device)
             for name, (_, layer) in self.replacements.items()

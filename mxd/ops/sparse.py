@@ -43,8 +43,10 @@ _SUM = 0  # the mode of embedding_bag
 _through_triton = False
 
 
-def proposals_on(device: torch.device) -> Proposals:
-    """Return ``bfloat16`` where a device multiplies it by instructions of its own, and ``float32`` elsewhere."""
+def proposals_on(device: torch.device, asked: Literal["auto"] | Proposals = "auto") -> Proposals:
+    """Return what was asked for; for ``auto``, ``bfloat16`` where a device has instructions of its own for it."""
+    if asked != "auto":
+        return asked
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # no public name has it

@@ -268,6 +268,10 @@ def test_a_device_proposes_in_bfloat16_where_it_has_it(monkeypatch):
         assert proposals_on(torch.device("cpu")) == expected
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=has: (8, 0) if has else (7, 5))
         assert proposals_on(torch.device("cuda", 0)) == expected
+        assert [proposals_on(torch.device("cpu"), asked) for asked in ("float32", "bfloat16", "auto")] == [
+            *("float32", "bfloat16"),
+            expected,
+        ]
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     assert {proposals_on(torch.device(name)) for name in ("cpu", "mps")} == {"float32"}
 
