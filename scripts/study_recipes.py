@@ -174,7 +174,7 @@ SETTINGS = {
 def configure(setting: Setting, changes: list[str]) -> RunConfig:
     """Return the run of one setting."""
     replacement = f"replacements=[{{method: mxd, sparsity: {{kind: {setting.sparsity}, k: 32}}}}]"
-    fields = [f"training.{field}" for field in setting.fields.split()]
+    fields = [f"training.{one}" for one in setting.fields.split()]
     return load_config(CONFIG, pairs([replacement, *fields, *changes]))
 
 
@@ -208,7 +208,8 @@ def measure(job: Job, x: Tensor, y: Tensor) -> dict[str, float]:
     found = Reconstruction(layer, moments)
     for x_part, y_part in zip(x.split(4096), y.split(4096), strict=True):
         found.see(x_part, y_part)
-    return {key: found.report()[key] for key in METRICS}
+    report = found.report()
+    return {key: report[key] for key in METRICS}
 
 
 def row(name: str, tokens: int, found: list[dict[str, float]]) -> str:
