@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.data import Blocks, mask_of
@@ -92,6 +93,9 @@ class _Filled(NamedTuple):
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
 
 
+Counts = Callable[[Int[np.ndarray, " context"]], Bool[np.ndarray, " context"]]
+"""Which positions of a context count."""
+
 Mine = Callable[[Cursor, int], bool]
 """``mine(start, batches)``: whether a window is wanted."""
 
@@ -108,6 +112,7 @@ def activation_batches(
     batch_tokens: int = 4096,
     buffer_tokens: int = 131_072,
     masked_ids: Sequence[int] = (),
+    bos_id: int | None = None,
     seed: int = 0,
     forward_contexts: int = 32,
     start: Cursor | None = None,
@@ -124,6 +129,7 @@ def activation_batches(
         batch_tokens: tokens in a batch.
         buffer_tokens: tokens in a window, rounded down to whole batches; memory is ``buffer_bytes``.
         masked_ids: positions that hold one of these tokens are left out.
+        bos_id: left out where it stands at position 0.
         seed: orders the tokens of a window.
         forward_contexts: contexts the base model runs over at a time.
         start: where to begin.
@@ -138,15 +144,16 @@ def activation_batches(
     cursor = start or Cursor()
     per_window = max(1, buffer_tokens // batch_tokens)
     source = blocks(cursor.context)
+    counts = partial(mask_of, masked=masked_ids, bos_id=bos_id)
     held: np.ndarray | None = None
     shares = shares or [Share(tuple(layers))] * processes.world
     own = shares[processes.rank]
     while True:
         with processes.together():
-            window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
+            window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
             while window is not None and mine is not None and not mine(cursor, window.tokens // batch_tokens):
                 cursor = window.next
-                window, held = _plan(source, held, cursor, per_window * batch_tokens, masked_ids)
+                window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
             filled = _fill(model, layers, window.part(processes), forward_contexts) if window is not None else None
         if window is None or filled is None:
             return
@@ -198,7 +205,7 @@ def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
 
 
 def _plan(
-    source: Iterator[np.ndarray], held: np.ndarray | None, start: Cursor, tokens: int, masked: Sequence[int]
+    source: Iterator[np.ndarray], held: np.ndarray | None, start: Cursor, tokens: int, counts: Counts
 ) -> tuple[_Window | None, np.ndarray | None]:
     """Take contexts until ``tokens`` positions count; the context cut in two is handed back for the next window."""
     rows, counted = [], []
@@ -209,7 +216,7 @@ def _plan(
         held = None
         if row is None:
             break
-        positions = np.flatnonzero(mask_of(row, masked))[offset:]
+        positions = np.flatnonzero(counts(row))[offset:]
         useless = 0 if len(positions) or offset else useless + 1
         if useless > 1000:
             raise MxdError(

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from mxd.errors import MxdError
 from mxd.layers import ReplacementConfig
 from mxd.markdown import grid, literal
+from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
 from mxd.plain import sayable
 
 TAGS = {
@@ -84,6 +85,21 @@ class Site(BaseModel):
     l0: float | None = None
     dead_share: float | None = None
     routed_share: float | None = None
+    nmse_mean_gate: float | None = None
+    nmse_fixed_directions: float | None = None
+    gate_share: float | None = None
+    dense_share: float | None = None
+    interaction_share: float | None = None
+    skip_share: float | None = None
+    stable_rank: float | None = None
+    shared_share: float | None = None
+    effective_units: float | None = None
+
+
+class Around(BaseModel):
+    """What was measured with the base MLP answering at special tokens."""
+
+    ce_increase: float
 
 
 class Result(BaseModel):
@@ -97,6 +113,7 @@ class Result(BaseModel):
     loss_recovered: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    around_special: Around | None = None
     layers: dict[str, Site]
     replacements: list[Replaced]
 
@@ -321,12 +338,14 @@ def _what(members: Sequence[Member]) -> list[str]:
     )
     reads = sorted({literal(m.origin.input_convention) for m in members})
     masked = sorted({i for m in members for i in m.origin.masked_ids})
+    stored = all(m.config.bos_constant for m in members)
     return [
         "## What it is",
         grid(rows),
         f"- Base model: {'; '.join(bases)}; run in {literal(first.model_dtype)}. Splicing compares the fingerprint.\n"
         f"- Reads: {'; '.join(reads)}.\n"
-        f"- Masked tokens: {f'ids {masked}; there the base MLP answers' if masked else 'none'}.",
+        f"- Trained without tokens: {f'ids {masked}' if masked else 'none'}.\n"
+        f"- BOS in position 0: {'its output is stored' if stored else 'nothing is stored for it'}.",
     ]
 
 
@@ -364,16 +383,10 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     measured = [m for m in members if m.result is not None]
     if not measured:
         return ["## Evaluation", "Not evaluated yet: `mxd evaluate` measures it on held-out text."]
-    header = ["layer", "NMSE", "FVU", "L0", "dead", "routed", "CE increase", "recovered", "KL", "top-1"]
-    text = [
-        "## Evaluation",
-        " ".join(sorted({_caption(m) for m in measured})),
-        grid([header, *(_row(m) for m in members)]),
-        "*NMSE*: normalized squared error of the MLP's output; *FVU*: its unexplained share of variance; *L0*: units "
-        "active for a token; *dead*: share of units never active; *routed*: energy of what routing adds, relative to "
-        "the output's; *CE increase*: what the splice adds to the next-token loss, in nats, with its standard error; "
-        "*recovered*: share of the loss from zero-ablating the MLP that is won back; *top-1*: predictions unchanged.",
-    ]
+    text = ["## Evaluation", " ".join(sorted({_caption(m) for m in measured}))]
+    for title, metrics in (("Is it faithful?", FAITHFULNESS), ("Does it decompose?", DECOMPOSITION)):
+        header = ["layer", *(metric.title for metric in metrics)]
+        text += [f"**{title}**", grid([header, *(_row(m, metrics) for m in members)]), explained(metrics)]
     if figure:
         text.append(f"![Normalized squared error and cross-entropy increase against K]({FIGURE})")
     return text
@@ -390,27 +403,12 @@ def _caption(member: Member) -> str:
     )
 
 
-def _row(member: Member) -> list[str]:
-    result = member.result
+def _row(member: Member, metrics: Sequence[Metric]) -> list[str]:
     name = f"`{member.name}`" if member.name else "this"
-    if result is None:
-        return [name, "not evaluated", *[""] * 8]
-    (site,) = result.layers.values()
-    spread = f" ± {result.ce_increase_se:.4f}" if result.ce_increase_se is not None else ""
-    cells = [
-        (site.normalized_mse, ".4f"),
-        (site.fvu, ".3f"),
-        (site.l0, ".1f"),
-        (site.dead_share, ".0%"),
-        (site.routed_share, ".2f"),
-        (result.ce_increase, "+.4f"),
-        (result.loss_recovered, ".1%"),
-        (result.kl, ".4f"),
-        (result.top1_agreement, ".1%"),
-    ]
-    shown = [f"{value:{form}}" if value is not None else "-" for value, form in cells]
-    shown[5] += spread
-    return [name, *shown]
+    if member.result is None:
+        return [name, "not evaluated", *[""] * (len(metrics) - 1)]
+    result = member.result.model_dump(exclude_unset=True)
+    return [name, *(metric.shown(result) for metric in metrics)]
 
 
 def _limits(members: Sequence[Member], license: str | None) -> list[str]:
@@ -419,15 +417,15 @@ def _limits(members: Sequence[Member], license: str | None) -> list[str]:
         "Fidelity is measured on one text, one layer at a time"
         if any(m.result for m in members)
         else "Not measured yet",
-        "A layer can be faithful without being sparse in anything that matters: a layer whose *routed* is near 0 is a "
-        "dense MLP in disguise, whatever its cross-entropy. Read the two together.",
+        "A layer can be faithful without being sparse in anything that matters: one whose *routed* is near 0 is a "
+        "dense MLP in disguise, an MxD whose *fixed* is near its NMSE a transcoder in disguise. Read both tables.",
     ]
     limits[1] += (
         ". Not measured: other domains and languages, downstream tasks, several layers spliced at once, other seeds, "
         "and whether the units mean anything to a person."
     )
     if any(m.origin.masked_ids for m in members):
-        limits.append("Trained without the masked tokens (attention sinks): it says nothing about them.")
+        limits.append("Trained without some tokens (above): in a splice it answers there all the same, untaught.")
     if any(m.config.reads != "mlp_in" for m in members):
         limits.append("An autoencoder reads the MLP's output: it explains the MLP, but the MLP still has to run.")
     if license is None:

@@ -678,7 +678,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
     from mxd.model import bundled_path
     from mxd.report.figures import frontier
-    from mxd.report.tables import markdown_table
+    from mxd.report.tables import markdown_tables
     from mxd.train import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
@@ -691,7 +691,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     folder = run_training(config, resume=interrupted)
     found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
     with atomic_file(folder / "table.md") as file:
-        file.write_text(markdown_table(found), encoding="utf-8")
+        file.write_text(markdown_tables(found), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")
     save_results(found, marker)
     _show(found)
@@ -701,12 +701,12 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from mxd.report.tables import tasks_table, terminal_table
+    from mxd.report.tables import tasks_table, terminal_tables
 
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    console.print(terminal_table(found))
+    console.print(*terminal_tables(found))
     if "lm_eval" in found:
         console.print(tasks_table(found["lm_eval"]))
 

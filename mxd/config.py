@@ -78,8 +78,12 @@ class DataConfig(Section):
     """Tokens in a context."""
     bos: bool = True
     """Begin each context with BOS where the tokenizer has one."""
-    mask_special: bool = True
-    """Leave special tokens (BOS, EOS, PAD) out of training and evaluation; the base MLP answers there when spliced."""
+    bos_constant: bool = True
+    """Where contexts begin with BOS: leave that position out of training, and store the MLP's output there, the same in
+    every context, in the layer (docs/results.md). Otherwise BOS is trained on like any token."""
+    mask_special: bool = False
+    """Leave special tokens (BOS, EOS, PAD) out of training wherever they stand. A splice replaces the MLP there all the
+    same, by what the layer makes of tokens it has never seen."""
     cache: str | None = None
     """Folder or URL that `mxd cache` wrote to: training reads its activations in place of running the base model."""
     mix_shards: NonNegativeInt = 0

@@ -73,9 +73,20 @@ def special_ids(tokenizer: Any) -> list[int]:
     return sorted(set(tokenizer.all_special_ids))
 
 
-def mask_of(ids: Int[np.ndarray, "*shape"], masked: Iterable[int]) -> Bool[np.ndarray, "*shape"]:
-    """Return True where a position counts: its token is not one of the masked ids."""
-    return ~np.isin(ids, list(masked))
+def mask_of(
+    ids: Int[np.ndarray, "*batch seq"], masked: Iterable[int], bos_id: int | None = None
+) -> Bool[np.ndarray, "*batch seq"]:
+    """Return True where a position counts.
+
+    Args:
+        ids: token ids of whole contexts.
+        masked: tokens that count nowhere.
+        bos_id: a token that does not count at position 0.
+    """
+    counts = ~np.isin(ids, list(masked))
+    if bos_id is not None:
+        counts[..., 0] &= ids[..., 0] != bos_id
+    return counts
 
 
 def head_ids(tokenizer: Any, bos: bool = True) -> list[int]:

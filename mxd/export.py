@@ -28,7 +28,6 @@ def export_model(
     model: Any,
     replacements: Mapping[int, Replacement | Where],
     out: str | Path,
-    masked_ids: Sequence[int] | None = None,
     check: bool = True,
 ) -> Path:
     """Write the model with the replacements spliced in; it appears whole or not at all, and the model stays as it is.
@@ -39,7 +38,6 @@ def export_model(
         model: a ``FrozenModel`` or a loaded Hugging Face model.
         replacements: block number -> layer, what ``load_layer`` returned, or a path or Hub reference for it.
         out: the folder; new, empty, or an earlier export.
-        masked_ids: as in ``spliced``.
         check: compare provenance with the model.
 
     Raises:
@@ -53,7 +51,7 @@ def export_model(
     code = _code(frozen)
     if not _replaceable(out):
         raise MxdError(f"{out} exists and holds something else; choose another folder.")
-    with spliced(frozen, loaded, masked_ids, check), atomic_folder(out) as partial:
+    with spliced(frozen, loaded, check=check), atomic_folder(out) as partial:
         mlps = {number: cast(SplicedMLP, frozen.mlp(number)) for number in loaded}
         config = _config(frozen, mlps, loaded)
         tensors = _tensors(frozen, config["mxd"]["blocks"], mlps)
@@ -154,7 +152,6 @@ def _spec(mlp: SplicedMLP, replacement: Replacement) -> dict[str, Any]:
     return {
         **mlp.layer.config.model_dump(),
         "reads": mlp.reads,
-        "masked_ids": mlp.masked_ids,
         "shapes": {name: list(tensor.shape) for name, tensor in _layer_tensors(mlp.layer).items()},
         "provenance": replacement.provenance.model_dump() if isinstance(replacement, Trained) else None,
     }
@@ -172,7 +169,7 @@ def _tensors(model: FrozenModel, blocks: str, mlps: Mapping[int, SplicedMLP]) ->
     tensors = {k: v for k, v in model.module.state_dict().items() if not k.startswith(tuple(inside))}
     for prefix, mlp in inside.items():
         tensors |= {f"{prefix}layer.{name}": tensor for name, tensor in _layer_tensors(mlp.layer).items()}
-        if mlp.masked_ids or mlp.reads == "mlp_out":
+        if mlp.reads == "mlp_out":
             tensors |= {f"{prefix}original.{name}": tensor for name, tensor in mlp.base.state_dict().items()}
     return tensors
 
@@ -199,8 +196,7 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
     rows = []
     for number, mlp in mlps.items():
         config = cast(ReplacementLayer, mlp.layer).config
-        masked = ", ".join(map(str, mlp.masked_ids))
-        rows.append(f"| {number} | {config.label} | {config.sparsity.slug} | {config.num_units:,} | {masked} |")
+        rows.append(f"| {number} | {config.label} | {config.sparsity.slug} | {config.num_units:,} |")
     return f"""---
 {data.to_yaml()}
 ---
@@ -208,10 +204,10 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
 # {model.source} with sparse layers in place of MLPs
 
 Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`, revision {model.revision}.
-At masked tokens the base model's own MLP answers, as in training.
+The layers answer at every position.
 
-| layer (from 0) | method | sparsity | units | masked token ids |
-|---|---|---|---|---|
+| layer (from 0) | method | sparsity | units |
+|---|---|---|---|
 {chr(10).join(rows)}
 
 ```python

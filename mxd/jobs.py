@@ -91,7 +91,7 @@ class Job:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the job's state, whole, by name; all processes of the job call this together."""
         found = {f"layer/{k}": whole(v) for k, v in self.layer.state_dict().items()}
-        for key, parameter in self.layer.named_parameters():
+        for key, parameter in _learned(self.layer).items():
             for moment in ADAM_MOMENTS:
                 value = self.optimizer.state[parameter].get(moment)
                 found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
@@ -128,7 +128,7 @@ class Job:
         self.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in self.layer.state_dict().items()})
         state = {
             i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
-            for i, (key, parameter) in enumerate(self.layer.named_parameters())
+            for i, (key, parameter) in enumerate(_learned(self.layer).items())
         }
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for key, value in self.stats.sums.items():
@@ -196,5 +196,10 @@ def new_job(
     return Job(name, number, layer, _adam(layer), stats, processes)
 
 
+def _learned(layer: ReplacementLayer) -> dict[str, torch.nn.Parameter]:
+    """Return name -> parameter of those that are trained; a stored constant is not."""
+    return {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+
+
 def _adam(layer: ReplacementLayer) -> torch.optim.Adam:
-    return torch.optim.Adam(layer.parameters(), fused=layer.bias.device.type in ("cpu", "cuda"))
+    return torch.optim.Adam(_learned(layer).values(), fused=layer.bias.device.type in ("cpu", "cuda"))

@@ -93,6 +93,7 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
         shape = base.mlp_shape(number)
         for wanted in config.replacements:
             complete = size(wanted.inherit(shape), config.sizing.expansion, config.sizing.match)
+            complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
             name = f"layer{number}-{complete.slug}"
             taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
             if any(plans[n] == (number, complete) for n in taken):

@@ -33,7 +33,7 @@ class RevisionWarning(UserWarning):
 def spliced(
     model: Any,
     replacements: Mapping[int, Replacement | Where],
-    masked_ids: Sequence[int] | None = None,
+    base_at: Sequence[int] = (),
     check: bool = True,
     mask: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[FrozenModel]:
@@ -44,8 +44,8 @@ def spliced(
     Args:
         model: a ``FrozenModel``, a loaded Hugging Face model or a TransformerLens bridge.
         replacements: block number -> layer, module, what ``load_layer`` returned, or a path or Hub reference for it.
-        masked_ids: at positions that hold one of these tokens the base MLP answers, since replacements were trained
-            without them (attention sinks). By default what each replacement's provenance says; for bare modules none.
+        base_at: at positions that hold one of these tokens the base MLP answers in the replacements' place. By default
+            nowhere: a replacement that needs the MLP at some tokens does not replace it.
         check: compare provenance with the model.
         mask: block number -> units that are switched off: their terms are dropped from the replacement's output.
 
@@ -53,7 +53,7 @@ def spliced(
         MxdError: no such layer or unit, wrong width, or a replacement that was trained for another model or block.
     """
     frozen = wrap(model)
-    undo = _splice(frozen, replacements, masked_ids, check, mask or {})
+    undo = _splice(frozen, replacements, base_at, check, mask or {})
     try:
         yield frozen
     finally:
@@ -63,13 +63,13 @@ def spliced(
 def splice(
     model: Any,
     replacements: Mapping[int, Replacement | Where],
-    masked_ids: Sequence[int] | None = None,
+    base_at: Sequence[int] = (),
     check: bool = True,
     mask: Mapping[int, Sequence[int]] | None = None,
 ) -> FrozenModel:
     """Splice replacements in for good; arguments and errors as ``spliced``."""
     frozen = wrap(model)
-    _splice(frozen, replacements, masked_ids, check, mask or {})
+    _splice(frozen, replacements, base_at, check, mask or {})
     return frozen
 
 
@@ -114,37 +114,37 @@ class _TokenIds:
 
 
 class SplicedMLP(nn.Module):
-    """A replacement in an MLP's place; where ``masked_ids`` stand, and for layers that read it, the base MLP runs."""
+    """A replacement in an MLP's place; at tokens ``base_at``, and for layers that read it, the base MLP runs."""
 
     off: Tensor | None
 
     def __init__(
-        self, layer: nn.Module, base: nn.Module, masked_ids: Sequence[int], off: Tensor | None, seen: _TokenIds
+        self, layer: nn.Module, base: nn.Module, base_at: Sequence[int], off: Tensor | None, seen: _TokenIds
     ) -> None:
         super().__init__()
         self.layer = layer
         self.base = base
-        self.masked_ids = list(masked_ids)
+        self.base_at = list(base_at)
         self.reads = layer.config.reads if isinstance(layer, ReplacementLayer) else "mlp_in"
         self.register_buffer("off", off, persistent=False)
         self._seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the replacement's output, and the base MLP's at masked positions."""
-        if not self.masked_ids and self.reads == "mlp_in":
+        """Return the replacement's output, and the base MLP's at tokens ``base_at``."""
+        if not self.base_at and self.reads == "mlp_in":
             return self._replaced(x)
         base_out = self.base(x)
         out = self._replaced(x if self.reads == "mlp_in" else base_out)
-        if not self.masked_ids:
+        if not self.base_at:
             return out
         ids = self._seen.ids
         if ids is None or ids.shape != x.shape[:-1]:
             raise MxdError(
-                "a splice with masked tokens needs the model to be called with input_ids that match its hidden states; "
-                "pass masked_ids=() to splice at every position."
+                "a splice with base_at needs the model to be called with input_ids that match its hidden states; "
+                "leave base_at out to splice at every position."
             )
-        masked = torch.isin(ids, torch.tensor(self.masked_ids, device=ids.device))
-        return torch.where(masked.unsqueeze(-1).to(x.device), base_out, out)
+        here = torch.isin(ids, torch.tensor(self.base_at, device=ids.device))
+        return torch.where(here.unsqueeze(-1).to(x.device), base_out, out)
 
     def _replaced(self, x: Tensor) -> Tensor:
         if self.off is None or not isinstance(self.layer, ReplacementLayer):
@@ -156,13 +156,11 @@ class SplicedMLP(nn.Module):
 def _splice(
     model: FrozenModel,
     replacements: Mapping[int, Replacement | Where],
-    masked_ids: Sequence[int] | None,
+    base_at: Sequence[int],
     check: bool,
     mask: Mapping[int, Sequence[int]],
 ) -> Any:
-    ready = {
-        number: _prepare(model, number, replacement, masked_ids, check) for number, replacement in replacements.items()
-    }
+    ready = {number: _prepare(model, number, replacement, check) for number, replacement in replacements.items()}
     off = {number: _switched_off(mask[number], number, ready) for number in mask}
     seen = _TokenIds()
     handle = model.module.register_forward_pre_hook(
@@ -170,11 +168,11 @@ def _splice(
         with_kwargs=True,
     )
     originals = []
-    for number, (layer, masked) in ready.items():
+    for number, layer in ready.items():
         parent, name = model.slot(number)
         base = getattr(parent, name)
         originals.append((parent, name, base, base.training, layer, layer.training))
-        setattr(parent, name, SplicedMLP(layer, base, masked, off.get(number), seen).eval())
+        setattr(parent, name, SplicedMLP(layer, base, base_at, off.get(number), seen).eval())
 
     def undo() -> None:
         handle.remove()
@@ -185,9 +183,7 @@ def _splice(
     return undo
 
 
-def _prepare(
-    model: FrozenModel, number: int, replacement: Replacement | Where, masked_ids: Sequence[int] | None, check: bool
-) -> tuple[nn.Module, Sequence[int]]:
+def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
     """Check one replacement before anything is changed."""
     model.check_layer(number)
     base = model.mlp(number)
@@ -208,18 +204,14 @@ def _prepare(
         layer.to(model.device)
     if provenance is not None and check:
         check_provenance(model, number, provenance)
-    if masked_ids is None:
-        masked_ids = provenance.masked_ids if provenance is not None else ()
-    return layer, masked_ids
+    return layer
 
 
-def _switched_off(
-    units: Sequence[int], number: int, ready: Mapping[int, tuple[nn.Module, Sequence[int]]]
-) -> Tensor | None:
+def _switched_off(units: Sequence[int], number: int, ready: Mapping[int, nn.Module]) -> Tensor | None:
     """Return which units of a block's replacement are masked, or ``None`` for none."""
     if number not in ready:
         raise MxdError(f"mask names layer {number}; spliced are: {', '.join(map(str, ready))}.")
-    layer = ready[number][0]
+    layer = ready[number]
     if not isinstance(layer, ReplacementLayer):
         raise MxdError(f"mask: the {type(layer).__name__} at layer {number} has no units; only mxd's layers have.")
     wrong = [unit for unit in units if not 0 <= unit < layer.num_units]

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead
 from mxd.cache import (
     Dtype,
@@ -105,6 +108,7 @@ def _live(
         training.batch_tokens,
         training.buffer_tokens,
         masked_ids_of(config, base),
+        bos_id_of(config, base),
         config.seed,
         forward_contexts=data.forward_contexts,
         start=start,
@@ -150,6 +154,21 @@ def masked_ids_of(config: RunConfig, base: FrozenModel) -> list[int]:
     return special_ids(base.tokenizer) if config.data.mask_special and base.tokenizer is not None else []
 
 
+def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
+    """Return the token whose activations at position 0 a run stores in place of training on them; ``None`` for none."""
+    stored = config.data.bos and config.data.bos_constant and base.tokenizer is not None
+    return base.tokenizer.bos_token_id if stored else None
+
+
+def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; nothing without a BOS."""
+    bos_id = bos_id_of(config, base)
+    if bos_id is None:
+        return {}
+    sites = base.record(torch.tensor([[bos_id]]), config.layers)
+    return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
+
+
 def fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
     """Return block -> hash of its MLP, for the blocks of a run."""
     return {str(number): base.fingerprint(number) for number in config.layers}
@@ -159,8 +178,9 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     """What makes a stream of batches what it is: equal identities give equal batches."""
     return {
         "site": "mlp",
-        "data": config.data.model_dump(exclude={"cache", "mix_shards"}),
+        "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "mask_special"}),
         "masked_ids": masked_ids_of(config, base),
+        "bos_id": bos_id_of(config, base),
         "seed": config.seed,
         "batch_tokens": config.training.batch_tokens,
         "buffer_tokens": config.training.buffer_tokens,

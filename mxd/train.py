@@ -43,7 +43,7 @@ from mxd.plan import as_recorded, prepare
 from mxd.progress import console, progress
 from mxd.state import State, load_state, save_state
 from mxd.stop import Interrupted, Stop, Stopped, stop_signal
-from mxd.stream import activation_stream, fingerprints, load_base, masked_ids_of
+from mxd.stream import activation_stream, bos_activations, fingerprints, load_base, masked_ids_of
 
 T = TypeVar("T")
 
@@ -183,18 +183,19 @@ class _Run:
     def train_batch(self, batch: Batch) -> None:
         training = self.config.training
         seen = (self.step + 1) * training.batch_tokens
+        at_bos = bos_activations(self.config, self.base) if self.step == 0 else {}
         for job in self.jobs:
             x, y = batch.sites[job.number]
             if self.step == 0:
                 mean_in, mean_out = batch.means[job.number]
-                mean_read = mean_in if job.layer.config.reads == "mlp_in" else mean_out
-                job.layer.start(mean_read, mean_out, training.settings.start)
+                job.layer.start(job.layer.read(mean_in, mean_out), mean_out, training.settings.start)
+                if job.number in at_bos:
+                    job.layer.store_bos(job.layer.read(*at_bos[job.number]), at_bos[job.number][1])
                 if self.shard:
                     job.shard()
-            read = x if job.layer.config.reads == "mlp_in" else y
             lr = learning_rate(self.step, training)
             with _memory(f"at step {self.step:,}, in {job.name}"):
-                train_step(job, read, y, lr, seen, training.parts, training.clip_norm)
+                train_step(job, job.layer.read(x, y), y, lr, seen, training.parts, training.clip_norm)
         self.step += 1
         self.cursor = batch.cursor
 

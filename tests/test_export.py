@@ -41,10 +41,10 @@ def _modules_folder(tmp_path_factory, monkeypatch):
     monkeypatch.syspath_prepend(folder)
 
 
-def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0):
+def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0, **options):
     """A layer with random weights that fits a block; as first built, decoders are zero."""
     sparsity = kind(k=5) if "k" in kind.model_fields else kind()
-    fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump()}
+    fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump(), **options}
     layer = parse_layer(fields).inherit(model.mlp_shape(number)).build()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
@@ -73,11 +73,18 @@ def greedy(module, ids):
     return module.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
 
 
+def with_bos(model, ids):
+    """Two layers; the first stores the MLP's output at the first token."""
+    layer = replacement(model, 1, "mxd", bos_constant=True)
+    x, y = model.record(ids[:1, :1], [1])[1]
+    layer.store_bos(x[0, 0], y[0, 0])
+    return {1: layer, 2: replacement(model, 2, seed=2)}
+
+
 @pytest.fixture
 def exported(gpt2, ids, tmp_path):
-    """A folder with a spliced GPT-2, masked tokens and all."""
-    layers = {1: replacement(gpt2, 1, "mxd"), 2: replacement(gpt2, 2, seed=2)}
-    return export_model(gpt2, layers, tmp_path / "exported", masked_ids=[int(ids[0, 3])])
+    """A folder with a spliced GPT-2, one layer of which stores a constant for BOS."""
+    return export_model(gpt2, with_bos(gpt2, ids), tmp_path / "exported")
 
 
 # What is loaded is the spliced model
@@ -90,13 +97,12 @@ def test_the_exported_model_is_the_spliced_one(family, variant, ids, tmp_path):
     kinds = [KINDS[(first + number) % len(KINDS)] for number in range(3)]
     layers = {number: replacement(family, number, variant, kind, number) for number, kind in enumerate(kinds)}
     base = family.logits(ids)
-    for name, masked in (("plain", []), ("masked", [int(ids[0, 0]), int(ids[1, 5])])):
-        module = load(export_model(family, layers, tmp_path / name, masked_ids=masked))
-        with spliced(family, layers, masked_ids=masked):
-            expected = family.logits(ids)
-            assert not masked or greedy(module, ids).tolist() == greedy(family.module, ids).tolist()
-        torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
-        assert (expected - base).abs().max() > 0.1
+    module = load(export_model(family, layers, tmp_path / "out"))
+    with spliced(family, layers):
+        expected = family.logits(ids)
+        assert greedy(module, ids).tolist() == greedy(family.module, ids).tolist()
+    torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - base).abs().max() > 0.1
 
 
 def test_every_kind_of_sparsity_is_among_them():
@@ -108,20 +114,20 @@ def test_every_kind_of_sparsity_is_among_them():
 def test_other_families_too(build_model, ids, tmp_path, model_type):
     model = load_frozen(build_model(model_type, intermediate_size=64, num_key_value_heads=2, head_dim=8))
     layers = {1: replacement(model, 1, "transcoder-skip")}
-    module = load(export_model(model, layers, tmp_path / "out", masked_ids=[int(ids[0, 3])]))
-    with spliced(model, layers, masked_ids=[int(ids[0, 3])]):
+    module = load(export_model(model, layers, tmp_path / "out"))
+    with spliced(model, layers):
         torch.testing.assert_close(logits_of(module, ids), model.logits(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_trained_models_with_their_tokenizers(trained, tmp_path):
     layers = {2: replacement(trained, 2, "mxd"), 4: replacement(trained, 4, "cp_mumoe")}
-    folder = export_model(trained, layers, tmp_path / "out", masked_ids=[0])
+    folder = export_model(trained, layers, tmp_path / "out")
     tokenizer, module = AutoTokenizer.from_pretrained(folder, trust_remote_code=True), load(folder)
     text = "<|endoftext|>The government of the United States has"
     ids = tokenizer(text, return_tensors="pt").input_ids
     assert ids.tolist() == trained.tokenizer(text, return_tensors="pt").input_ids.tolist()
     assert ids[0, 0] == 0
-    with spliced(trained, layers, masked_ids=[0]):
+    with spliced(trained, layers):
         expected = trained.logits(ids)
         torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
         assert greedy(module, ids).tolist() == greedy(trained.module, ids).tolist()
@@ -129,41 +135,41 @@ def test_trained_models_with_their_tokenizers(trained, tmp_path):
     assert not module.training
 
 
-def test_cached_steps_see_masked_tokens(exported, ids):
-    masked = load(exported).transformer.h[1].mlp.masked_ids
-    assert masked == [int(ids[0, 3])]
-    module, shifted = load(exported), ids.roll(6, 1)  # the masked token comes after the prompt
-    assert masked[0] in shifted[:, 7:] and masked[0] not in shifted[:, :7]
+def test_the_constant_for_bos_is_exported(exported, gpt2, ids):
+    """The base MLP is not needed for it, and token ids are not either."""
+    module, layers = load(exported), with_bos(gpt2, ids)
+    assert not [name for name, _ in module.named_parameters() if ".original." in name]
+    x, y = gpt2.record(ids[:, :1], [1])[1]
+    assert torch.equal(layers[1](x[0, 0]), y[0, 0])
+    torch.testing.assert_close(module.transformer.h[1].mlp(x[0, :1]), y[0, :1])
+    without = copy.deepcopy(layers[1])
+    without.bos_in.data.zero_()
+    with spliced(gpt2, {1: without, 2: layers[2]}):
+        assert (gpt2.logits(ids)[0] - logits_of(module, ids)[0]).abs().max() > 0.01
+    embeddings = module.get_input_embeddings()(ids)
     with torch.no_grad():
-        step = module(input_ids=shifted[:, :7], use_cache=True)
+        torch.testing.assert_close(module(inputs_embeds=embeddings).logits, logits_of(module, ids))
+
+
+def test_cached_steps_give_the_logits_of_the_whole_forward(exported, ids):
+    module = load(exported)
+    with torch.no_grad():
+        step = module(input_ids=ids[:, :7], use_cache=True)
         found = [step.logits]
         for position in range(7, 12):
-            step = module(shifted[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
+            step = module(ids[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
             found.append(step.logits)
-    torch.testing.assert_close(torch.cat(found, 1), logits_of(module, shifted), atol=1e-5, rtol=1e-5)
-
-
-def test_masks_need_token_ids_of_the_same_call(exported, ids):
-    module = load(exported)
-    expected = logits_of(module, ids)
-    embeddings = module.get_input_embeddings()(ids)
-    for part in (module, module.transformer):
-        with pytest.raises(ValueError, match="call it with input_ids"):
-            part(inputs_embeds=embeddings)
-    other = copy.deepcopy(module)
-    assert torch.equal(logits_of(other, ids), expected)
-    hidden = module.transformer(ids.flip(0)).last_hidden_state
-    torch.testing.assert_close(module.lm_head(hidden).flip(0), expected)
+    torch.testing.assert_close(torch.cat(found, 1), logits_of(module, ids), atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_keeps_the_layers_in_float32_as_a_splice_does(build_model, ids, tmp_path):
     model = load_frozen(build_model("gpt2").to(torch.bfloat16))
     layers = {1: replacement(model, 1, "mxd")}
-    folder = export_model(model, layers, tmp_path / "out", masked_ids=[int(ids[0, 3])])
+    folder = export_model(model, layers, tmp_path / "out")
     module = load(folder)
     assert module.dtype == torch.bfloat16
     assert module.transformer.h[1].mlp.layer.gate.dtype == torch.float32
-    with spliced(model, layers, masked_ids=[int(ids[0, 3])]):
+    with spliced(model, layers):
         expected = model.logits(ids)
     torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
     assert load(folder, dtype="float32").dtype == torch.float32
@@ -205,8 +211,7 @@ def test_it_loads_and_saves_again_where_mxd_is_not_installed(exported, gpt2, ids
     done = subprocess.run(words, env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "code")}, capture_output=True)
     assert not done.returncode, done.stderr.decode()
     found = load_file(tmp_path / "found")
-    layers = {1: replacement(gpt2, 1, "mxd"), 2: replacement(gpt2, 2, seed=2)}
-    with spliced(gpt2, layers, masked_ids=[int(ids[0, 3])]):
+    with spliced(gpt2, with_bos(gpt2, ids)):
         torch.testing.assert_close(found["logits"], gpt2.logits(ids), atol=1e-5, rtol=1e-5)
         assert found["text"].tolist() == greedy(gpt2.module, ids).tolist()
 
@@ -241,13 +246,8 @@ def test_a_replaced_mlp_is_written_only_where_something_reads_it(gpt2, ids, tmp_
     kept = {name.split(".mlp.")[0] for name in tensors if ".mlp.original." in name}
     assert kept == {"transformer.h.1"}
     assert not any(name.startswith("transformer.h.0.mlp.c_") for name in tensors)
-    tensors = load_file(export_model(gpt2, layers, tmp_path / "masked", masked_ids=[0]) / "model.safetensors")
-    assert {name.split(".mlp.")[0] for name in tensors if ".mlp.original." in name} == {
-        "transformer.h.0",
-        "transformer.h.1",
-    }
     assert "lm_head.weight" not in tensors  # tied
-    assert torch.equal(tensors["transformer.h.0.mlp.original.c_fc.weight"], gpt2.mlp(0).c_fc.weight)
+    assert torch.equal(tensors["transformer.h.1.mlp.original.c_fc.weight"], gpt2.mlp(1).c_fc.weight)
 
 
 def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tmp_path):
@@ -259,10 +259,9 @@ def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tm
     assert config["mxd"]["base"]["class"] == "GPT2LMHeadModel"
     assert config["mxd"]["versions"]["mxd"] == mxd.__version__
     assert config["mxd"]["layers"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
-    assert config["mxd"]["layers"]["1"]["masked_ids"] == [7]
     assert load(tmp_path / "out").config.mxd == config["mxd"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| 1 | MxD | k5 | 48 | 7 |" in card and "trust_remote_code=True" in card
+    assert "| 1 | MxD | k5 | 48 |" in card and "trust_remote_code=True" in card
     assert torch.equal(gpt2.logits(ids), before)
     assert str(gpt2.module.config) == state
 

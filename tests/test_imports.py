@@ -28,6 +28,7 @@ ORDER = [
     "activations",
     "hub",
     "markdown",
+    "metrics",
     "card",
     "checkpoint",
     "state",

@@ -106,17 +106,17 @@ def test_any_module_can_be_spliced(family, ids):
 def test_a_hugging_face_model_and_ids_by_position(build_model, ids):
     module = build_model("llama")
     model, layer = load_frozen(copy.deepcopy(module)), transcoder()
-    replacement = trained_on(model, 1, layer, masked_ids=(int(ids[0, 3]),))
-    with spliced(model, {1: replacement}):
+    replacement = trained_on(model, 1, layer)
+    with spliced(model, {1: replacement}, base_at=[int(ids[0, 3])]):
         expected = model.logits(ids)
-    with spliced(module, {1: replacement}), torch.no_grad():
+    with spliced(module, {1: replacement}, base_at=[int(ids[0, 3])]), torch.no_grad():
         assert torch.equal(module(ids).logits, expected)
 
 
 def test_a_replacement_answers_in_the_models_dtype(build_model, ids):
     model = load_frozen(build_model("llama").to(torch.bfloat16))
     layer = transcoder()
-    with spliced(model, {1: layer}, masked_ids=[int(ids[0, 3])]):
+    with spliced(model, {1: layer}, base_at=[int(ids[0, 3])]):
         x, y = model.record(ids, [1])[1]
         assert y.dtype == torch.bfloat16
         assert torch.equal(y[1], layer(x)[1])
@@ -195,11 +195,11 @@ def test_splicing_for_good(fresh, ids):
 
 
 def test_splices_nest(fresh, ids):
-    masked = trained_on(fresh, 0, transcoder(), masked_ids=(0,))
-    with spliced(fresh, {0: masked, 2: transcoder(seed=2)}):
+    first = trained_on(fresh, 0, transcoder())
+    with spliced(fresh, {0: first, 2: transcoder(seed=2)}):
         together = fresh.logits(ids)
     module = fresh.module
-    with spliced(module, {0: masked}), spliced(module, {2: transcoder(seed=2)}) as inner:
+    with spliced(module, {0: first}), spliced(module, {2: transcoder(seed=2)}) as inner:
         assert torch.equal(inner.logits(ids), together)
         assert inner.mlp_shape(0).d_out == 32
 
@@ -265,43 +265,43 @@ def test_no_such_layer(gpt2):
         pass
 
 
-# Masked positions
+# Around tokens
 
 
-def test_the_base_mlp_answers_at_masked_positions(family, ids):
+def test_the_base_mlp_answers_at_the_tokens_named_and_at_no_others(family, ids):
     layer = transcoder()
-    masked = [int(ids[0, 0]), int(ids[1, 5])]
-    where = torch.isin(ids, torch.tensor(masked))
+    tokens = [int(ids[0, 0]), int(ids[1, 5])]
+    where = torch.isin(ids, torch.tensor(tokens))
     assert where.sum() >= 2
     base = family.mlp(1)
-    for replacement, given in ((layer, masked), (trained_on(family, 1, layer, masked_ids=tuple(masked)), None)):
-        with spliced(family, {1: replacement}, masked_ids=given):
-            x, y = family.record(ids, [1])[1]
-        with torch.no_grad():
-            assert torch.equal(y[where], base(x)[where])
-            assert torch.equal(y[~where], layer(x)[~where])
+    with spliced(family, {1: layer}, base_at=tokens):
+        x, y = family.record(ids, [1])[1]
+    with torch.no_grad():
+        assert torch.equal(y[where], base(x)[where])
+        assert torch.equal(y[~where], layer(x)[~where])
     assert (layer(x)[where] - base(x)[where]).abs().min() > 0
 
 
-def test_given_masks_stand_above_those_of_the_provenance(gpt2, ids):
+def test_a_replacement_also_answers_at_tokens_it_was_trained_without(gpt2, ids):
+    """Whoever asks for a splice gets the replacement, at every position."""
     layer = transcoder()
     replacement = trained_on(gpt2, 1, layer, masked_ids=tuple(ids[0].tolist()))
-    with spliced(gpt2, {1: replacement}, masked_ids=()):
+    with spliced(gpt2, {1: replacement}):
         assert torch.equal(gpt2.logits(ids), hooked_logits(gpt2, ids, {1: layer}))
 
 
-def test_masked_positions_of_an_autoencoder_too(gpt2, ids):
+def test_an_autoencoder_is_spliced_around_tokens_too(gpt2, ids):
     sae = TopKSAEConfig(d_in=32, d_out=32, num_units=64, sparsity=TopKConfig(k=8)).build()
     base = gpt2.mlp(1)
-    with spliced(gpt2, {1: sae}, masked_ids=[int(ids[0, 3])]):
+    with spliced(gpt2, {1: sae}, base_at=[int(ids[0, 3])]):
         x, y = gpt2.record(ids, [1])[1]
     assert torch.equal(y[0, 3], base(x)[0, 3])
     assert torch.equal(y[1], sae(base(x))[1])
 
 
-def test_masks_need_token_ids(gpt2, ids):
+def test_splicing_around_tokens_needs_token_ids(gpt2, ids):
     embeddings = gpt2.module.get_input_embeddings()(ids)
-    with spliced(gpt2, {1: transcoder()}, masked_ids=[0]), pytest.raises(MxdError, match=r"input_ids.*masked_ids="):
+    with spliced(gpt2, {1: transcoder()}, base_at=[0]), pytest.raises(MxdError, match=r"input_ids.*leave base_at out"):
         gpt2.module(inputs_embeds=embeddings)
     with spliced(gpt2, {1: transcoder()}), torch.no_grad():
         logits = gpt2.module(inputs_embeds=embeddings).logits
@@ -310,14 +310,13 @@ def test_masks_need_token_ids(gpt2, ids):
 
 
 def test_greedy_generation_with_and_without_a_cache(trained_gpt2):
-    """A masked BOS stands in the prompt only, so the cached steps see no masked token."""
     ids = text_ids(trained_gpt2)
     layer = mixture(trained_gpt2, 2)
     layer.expert_scale.data[0] *= 4  # not the base MLP any more
-    replacement = trained_on(trained_gpt2, 2, layer, masked_ids=(0,))
+    replacement = trained_on(trained_gpt2, 2, layer)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     mask = torch.ones_like(ids)
-    with spliced(trained_gpt2, {2: replacement}):
+    with spliced(trained_gpt2, {2: replacement}, base_at=[0]):
         cached = trained_gpt2.module.generate(ids, attention_mask=mask, use_cache=True, **options)
         plain = trained_gpt2.module.generate(ids, attention_mask=mask, use_cache=False, **options)
         by_hand = ids
@@ -329,8 +328,8 @@ def test_greedy_generation_with_and_without_a_cache(trained_gpt2):
 
 
 def test_cached_steps_give_the_logits_of_the_whole_forward(family, ids):
-    masked = [int(ids[0, 0]), int(ids[0, 8]), int(ids[1, 9])]  # in the prompt and in the cached steps
-    with spliced(family, {1: transcoder()}, masked_ids=masked), torch.no_grad():
+    tokens = [int(ids[0, 0]), int(ids[0, 8]), int(ids[1, 9])]  # in the prompt and in the cached steps
+    with spliced(family, {1: transcoder()}, base_at=tokens), torch.no_grad():
         whole = family.logits(ids)
         step = family.module(input_ids=ids[:, :7], use_cache=True)
         found = [step.logits]
@@ -348,10 +347,10 @@ def test_cached_steps_give_the_logits_of_the_whole_forward(family, ids):
 def test_a_bridge_is_spliced_as_the_model_is(family, bridge, ids):
     layers = {0: transcoder(), 2: transcoder(seed=2)}
     before = bridge(ids)
-    for masked in ([], [int(ids[0, 4])]):
-        with spliced(family, layers, masked_ids=masked):
+    for tokens in ([], [int(ids[0, 4])]):
+        with spliced(family, layers, base_at=tokens):
             expected = family.logits(ids)
-        with spliced(bridge, layers, masked_ids=masked) as model, torch.no_grad():
+        with spliced(bridge, layers, base_at=tokens) as model, torch.no_grad():
             torch.testing.assert_close(bridge(ids), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(model.logits(ids), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(bridge(ids), before)

@@ -21,6 +21,10 @@ ACTIVATIONS = {
 }
 
 
+BOS_RADIUS = 0.05
+"""Distance, relative to its norm, up to which an input counts as that of BOS."""
+
+
 class SplicedConfig(BaseConfig):
     """The base model's config, and what is spliced in under ``mxd``."""
 
@@ -34,6 +38,8 @@ class SparseLayer(nn.Module):
     cp_mumoe    y = ((a C') * (z D')) W + b
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
+
+    With ``bos_constant``, the output is a stored one where the input is that of BOS in position 0.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -55,6 +61,10 @@ class SparseLayer(nn.Module):
             out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
             if "skip" in self.spec["shapes"]:
                 out = out + rows @ self.skip
+        if self.spec["bos_constant"]:
+            size = self.bos_in.square().sum()
+            distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + size
+            out = torch.where((distance < BOS_RADIUS**2 * size).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
     def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
@@ -76,36 +86,17 @@ class SparseLayer(nn.Module):
         return activation(F.linear(x, self.encoder_glu_weight, self.encoder_glu_bias)) * linear
 
 
-class TokenIds:
-    """The token ids of the forward under way."""
-
-    now: Tensor | None = None
-
-
 class SplicedMLP(nn.Module):
-    """A sparse layer in an MLP's place. The MLP stays where it is read, and where masked tokens keep it."""
+    """A sparse layer in an MLP's place; the MLP stays where the layer reads its output."""
 
-    def __init__(self, spec: dict[str, Any], mlp: nn.Module, token_ids: TokenIds) -> None:
+    def __init__(self, spec: dict[str, Any], mlp: nn.Module) -> None:
         super().__init__()
         self.layer = SparseLayer(spec)
-        self.reads = spec["reads"]
-        self.masked_ids = spec["masked_ids"]
-        self.original = mlp if self.masked_ids or self.reads == "mlp_out" else None
-        self.token_ids = token_ids
+        self.original = mlp if spec["reads"] == "mlp_out" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sparse layer's output, and at masked tokens, which it was not trained on, the MLP's own."""
-        if self.original is None:
-            return self.layer(x)
-        original = self.original(x)
-        out = self.layer(original if self.reads == "mlp_out" else x)
-        if not self.masked_ids:
-            return out
-        ids = self.token_ids.now
-        if ids is None or ids.shape != x.shape[:-1]:
-            raise ValueError("this model has masked tokens: call it with input_ids, not inputs_embeds")
-        masked = torch.isin(ids, torch.tensor(self.masked_ids, device=ids.device))
-        return torch.where(masked.unsqueeze(-1).to(x.device), original, out)
+        """Return the sparse layer's output."""
+        return self.layer(x if self.original is None else self.original(x))
 
 
 class SplicedForCausalLM(BaseModel):
@@ -116,12 +107,9 @@ class SplicedForCausalLM(BaseModel):
 
     def __init__(self, config: SplicedConfig) -> None:
         super().__init__(config)
-        token_ids = TokenIds()
         blocks = self.get_submodule(config.mxd["blocks"])
         for number, spec in config.mxd["layers"].items():
-            blocks[int(number)].mlp = SplicedMLP(spec, blocks[int(number)].mlp, token_ids)
-        self.base_model.token_ids = token_ids
-        self.base_model.register_forward_pre_hook(note_token_ids, with_kwargs=True)
+            blocks[int(number)].mlp = SplicedMLP(spec, blocks[int(number)].mlp)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -142,8 +130,3 @@ def renamed() -> dict[str, str] | None:
         return None
     here = next(iter(BaseModel._tied_weights_keys)).partition(".")[0]
     return {rf"^{name}\.": f"{here}." for name in ("embed_out", "lm_head") if name != here}
-
-
-def note_token_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep the token ids that the model is called with, for the spliced MLPs."""
-    model.token_ids.now = kwargs.get("input_ids", args[0] if args else None)

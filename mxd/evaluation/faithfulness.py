@@ -1,6 +1,10 @@
 """Is it faithful? Reconstruction on held-out text, and what splicing does to the model's next-token predictions.
 
-Cross-entropies are in nats. A position counts in them if its *target* token is not masked; in reconstruction if its
+The headline is the full splice: the replacement answers at every position. Beside it, over the same targets, stands the
+splice *around special tokens*, at whose positions the base MLP answers: in some blocks those are attention sinks with
+enormous norms, on which the whole model leans, and leaving them to the base MLP hides what a replacement does to them.
+
+Cross-entropies are in nats. A position counts in them if its *target* token is not excluded; in reconstruction if its
 own token is not. The blocks below the lowest spliced one run once for all replacements.
 """
 
@@ -16,9 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mxd.checkpoint import Trained, load_layer
-from mxd.data import Blocks, mask_of
+from mxd.data import Blocks, mask_of, special_ids
 from mxd.errors import MxdError
-from mxd.evaluation.structure import CodeMoments, Structure, streamed
+from mxd.evaluation.account import Account
+from mxd.evaluation.structure import streamed
 from mxd.layers import ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
@@ -96,26 +101,61 @@ class Prediction:
         self.agreement.see((base.top == logp.argmax(-1)).float(), base.counted)
         self.kl.see((base.p * (base.logp - logp)).sum(-1), base.counted)
 
+    def report(self) -> dict[str, float]:
+        """Return the metrics."""
+        return {
+            "ce_spliced": self.ce.value,
+            "ce_spliced_se": self.ce.standard_error,
+            "ce_increase": self.increase.value,
+            "ce_increase_se": self.increase.standard_error,
+            "kl": self.kl.value,
+            "kl_se": self.kl.standard_error,
+            "top1_agreement": self.agreement.value,
+        }
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running the model: what is spliced in, and the tokens at whose positions the base MLP answers."""
+
+    replacements: Mapping[int, Replacement]
+    base_at: tuple[int, ...]
+    prediction: Prediction = field(default_factory=Prediction)
+
+
+class Measured:
+    """The ways in which one set of blocks is run: everything replaced, and around excluded tokens."""
+
+    def __init__(self, replacements: Mapping[int, Replacement], excluded: tuple[int, ...]) -> None:
+        self.full = Way(replacements, ())
+        self.around = Way(replacements, excluded) if excluded else self.full
+
+    @property
+    def ways(self) -> list[Way]:
+        """Each of them once."""
+        return [self.full] if self.around is self.full else [self.full, self.around]
+
 
 class Reconstruction:
-    """How well one replacement reproduces the MLP's outputs, from the base model's own activations."""
+    """How well one replacement reproduces the MLP's outputs, from the base model's own activations.
 
-    def __init__(self, layer: nn.Module, moments: CodeMoments | None) -> None:
+    ``account`` has seen the means of the same tokens; ``None`` leaves it out.
+    """
+
+    def __init__(self, layer: nn.Module, account: Account | None) -> None:
         self.layer = layer
-        self.moments = moments
-        self.structure = Structure(moments) if moments is not None else None
-        self.sums = dict.fromkeys(("nmse", "error", "y_squared", "active", "tokens"), 0.0)
+        self.account = account
+        self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens"), 0.0)
         self.y = torch.zeros(())
 
     def see(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
         """Count a batch of MLP inputs and outputs."""
         if isinstance(self.layer, ReplacementLayer):
-            x = x if self.layer.config.reads == "mlp_in" else y
+            x = self.layer.read(x, y)
             code = self.layer.encode(x)
             prediction = self.layer.decode(x, code)
-            self.sums["active"] += float((code.values > 0).sum())
-            if self.structure is not None:
-                self.structure.see(x, y, code, prediction)
+            if self.account is not None:
+                self.account.see(x, y, code, prediction)
         else:
             prediction = self.layer(x)
         self.sums["tokens"] += len(x)
@@ -125,14 +165,11 @@ class Reconstruction:
         self.y = self.y + y.double().sum(0).cpu()
 
     def report(self) -> dict[str, float]:
-        """Return the reconstruction and structure metrics."""
+        """Return the reconstruction, and what it is made of."""
         n = self.sums["tokens"]
         fvu = self.sums["error"] / (self.sums["y_squared"] - float(self.y.square().sum()) / n)
         found = {"normalized_mse": self.sums["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
-        if self.moments is not None and self.structure is not None:
-            found |= {"l0": self.sums["active"] / n, "dead_share": self.moments.dead_share}
-            found |= self.structure.report()
-        return found
+        return found | (self.account.report() if self.account is not None else {})
 
 
 class Constant(nn.Module):
@@ -153,7 +190,7 @@ def evaluate(
     given: Mapping[str, Mapping[int, Replacement | Where]],
     blocks: Blocks,
     tokens: int = 65_536,
-    masked_ids: Sequence[int] | None = None,
+    excluded: Sequence[int] | None = None,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measure each set of replacements on held-out text.
@@ -163,35 +200,39 @@ def evaluate(
         given: name -> what is spliced in together: layers, modules, or paths and Hub references of layers.
         blocks: the contexts, in a fixed order.
         tokens: positions to read, rounded up to whole contexts.
-        masked_ids: tokens left out; by default those the replacements were trained without.
+        excluded: tokens that count neither as targets nor in reconstruction; by default the tokenizer's special ones.
         forward_contexts: contexts in one forward, by default about 1,024 tokens; memory grows with the vocabulary.
 
     Returns:
-        Name -> ``ce_base``, ``ce_spliced``, ``ce_zero``, ``ce_mean``, ``ce_increase``, ``loss_recovered``, ``kl``,
-        ``top1_agreement``, standard errors ``*_se``, ``tokens``, and for each layer under ``layers`` the
-        reconstruction and structure metrics.
+        Name -> of the full splice, where the replacement answers at every position, also at excluded tokens:
+        ``ce_base``, ``ce_spliced``, ``ce_increase``, ``loss_recovered``, ``kl``, ``top1_agreement``, standard errors
+        ``*_se``, ``tokens``; the same over the same targets with the base MLP answering at excluded tokens, under
+        ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; and for each layer under ``layers``
+        the reconstruction and what it is made of (``Account``).
 
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.
     """
     sets: Sets = {name: {n: _loaded(r) for n, r in members.items()} for name, members in given.items()}
-    masked = _common_mask(sets) if masked_ids is None else tuple(masked_ids)
+    ids = tuple(_special(model) if excluded is None else excluded)
     batches = list(streamed(blocks, tokens, forward_contexts))
     layers = sorted({number for members in sets.values() for number in members})
     if not layers:
         raise MxdError("nothing to evaluate: give at least one replacement.")
-    for number in layers:
-        model.check_layer(number)
+    for members in sets.values():
+        with spliced(model, members):  # every check of a splice, once
+            pass
     bare = {name: {n: _bare(r).to(model.device) for n, r in members.items()} for name, members in sets.items()}
     modes = {module: module.training for members in bare.values() for module in members.values()}
     for module in modes:
         module.eval()
-    forwards = 2 + len(sets) + 2 * len({tuple(sorted(members)) for members in sets.values()})
+    places = {tuple(sorted(members)) for members in sets.values()}
+    forwards = 2 + (2 if ids else 1) * (len(sets) + 2 * len(places))
     total = forwards * sum(batch.size for batch in batches)
     try:
         with progress(f"evaluating {len(sets)} splices", total, "tokens through the model") as advance:
-            means, moments = _first_pass(model, bare, layers, batches, masked, advance)
-            return _second_pass(model, sets, bare, means, moments, batches, masked, advance)
+            means, accounts = _first_pass(model, bare, layers, batches, ids, advance)
+            return _second_pass(model, bare, means, accounts, batches, ids, advance)
     finally:
         for module, training in modes.items():
             module.train(training)
@@ -202,107 +243,115 @@ def _first_pass(
     sets: Mapping[str, Mapping[int, nn.Module]],
     layers: Sequence[int],
     batches: Sequence[Int[np.ndarray, "_ seq"]],
-    masked: Sequence[int],
+    excluded: Sequence[int],
     advance: Any,
-) -> tuple[dict[int, Tensor], dict[int, CodeMoments]]:
-    """Return the mean output of each layer, and (by identity of the module) the moments of each replacement's code."""
+) -> tuple[dict[int, Tensor], dict[tuple[str, int], Account]]:
+    """Return the mean output of each block's MLP, and the accounts of all replacements, which have seen the means."""
     sums: dict[int, Tensor] = {}
-    moments = {id(r): CodeMoments(r) for m in sets.values() for r in m.values() if isinstance(r, ReplacementLayer)}
-    readers = {number: {id(m[number]): m[number] for m in sets.values() if number in m} for number in layers}
+    accounts = {
+        (name, n): Account(layer)
+        for name, members in sets.items()
+        for n, layer in members.items()
+        if isinstance(layer, ReplacementLayer)
+    }
     count = 0
     for batch in batches:
-        counted = torch.from_numpy(mask_of(batch, masked))
+        counted = torch.from_numpy(mask_of(batch, excluded))
         count += int(counted.sum())
-        for number, (x, y) in model.record(_tensor(batch), layers).items():
-            kept = counted.to(x.device)
-            x, y = x[kept].float(), y[kept].float()
+        recorded = {n: _counted(site, counted) for n, site in model.record(_tensor(batch), layers).items()}
+        for number, (_, y) in recorded.items():
             sums[number] = sums.get(number, 0) + y.double().sum(0)
-            for key, layer in readers[number].items():
-                if key in moments and isinstance(layer, ReplacementLayer):
-                    moments[key].see(x if layer.config.reads == "mlp_in" else y)
+        for (_, number), account in accounts.items():
+            account.see_means(account.layer.read(*recorded[number]))
         advance(batch.size)
     if not count:
-        raise MxdError("every token of the evaluation text is masked; check masked_ids and the text.")
-    return {number: (total / count).float() for number, total in sums.items()}, moments
+        raise MxdError("every token of the evaluation text is excluded; check the excluded tokens and the text.")
+    return {number: (total / count).float() for number, total in sums.items()}, accounts
 
 
 def _second_pass(
     model: FrozenModel,
-    sets: Sets,
-    bare: Mapping[str, Mapping[int, nn.Module]],
+    sets: Mapping[str, Mapping[int, nn.Module]],
     means: Mapping[int, Tensor],
-    moments: Mapping[int, CodeMoments],
+    accounts: Mapping[tuple[str, int], Account],
     batches: Sequence[Int[np.ndarray, "_ seq"]],
-    masked: Sequence[int],
+    excluded: tuple[int, ...],
     advance: Any,
 ) -> dict[str, dict[str, Any]]:
-    layers = sorted(means)
-    places = {tuple(sorted(members)) for members in sets.values()}
-    ablations: dict[tuple[str, tuple[int, ...]], Mapping[int, nn.Module]] = {}
-    for place in places:
-        ablations["zero", place] = {n: Constant(torch.zeros_like(means[n])) for n in place}
-        ablations["mean", place] = {n: Constant(means[n]) for n in place}
-    ways: dict[Any, Mapping[int, Replacement]] = {**sets, **ablations}
-    predictions = {key: Prediction() for key in ways}
+    places = {name: tuple(sorted(members)) for name, members in sets.items()}
+    splices = {name: Measured(members, excluded) for name, members in sets.items()}
+    zero, mean = (
+        {place: Measured({n: Constant(factor * means[n]) for n in place}, excluded) for place in set(places.values())}
+        for factor in (0, 1)
+    )
+    ways = [way for measured in (splices, zero, mean) for one in measured.values() for way in one.ways]
     recons = {
-        (name, n): Reconstruction(layer, moments.get(id(layer)))
-        for name, members in bare.items()
+        (name, n): Reconstruction(layer, accounts.get((name, n)))
+        for name, members in sets.items()
         for n, layer in members.items()
     }
     base_ce = Mean()
     for batch in batches:
         ids = _tensor(batch).to(model.device)
-        counted = torch.from_numpy(mask_of(batch, masked)).to(model.device)
-        with model.block_outputs(layers) as hidden, model.watched(layers) as seen:
+        counted = torch.from_numpy(mask_of(batch, excluded)).to(model.device)
+        with model.block_outputs(list(means)) as hidden, model.watched(list(means)) as seen:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)
         for (_, n), reconstruction in recons.items():
-            x, y = seen[n]
-            reconstruction.see(x[counted].float(), y[counted].float())
-        for key, replacements in ways.items():
-            lowest = min(replacements)
-            with spliced(model, replacements, masked), model.resumed(lowest, hidden.get(lowest)):
-                predictions[key].see(base, model.logits(ids)[:, :-1])
+            reconstruction.see(*_counted(seen[n], counted))
+        for way in ways:
+            lowest = min(way.replacements)
+            with (
+                spliced(model, way.replacements, base_at=way.base_at, check=False),
+                model.resumed(lowest, hidden.get(lowest)),
+            ):
+                way.prediction.see(base, model.logits(ids)[:, :-1])
             advance(batch.size)
         advance(batch.size)
-    results = {}
-    for name, members in sets.items():
-        place = tuple(sorted(members))
-        zero, mean = predictions["zero", place], predictions["mean", place]
-        results[name] = _summary(base_ce, predictions[name], zero, mean) | {
-            "layers": {str(n): recons[name, n].report() for n in place}
-        }
-    return results
+    return {
+        name: _summary(base_ce, splices[name], zero[place], mean[place])
+        | {"excluded": list(excluded), "layers": {str(n): recons[name, n].report() for n in place}}
+        for name, place in places.items()
+    }
 
 
-def _summary(base: Mean, spliced_in: Prediction, zero: Prediction, mean: Prediction) -> dict[str, Any]:
-    gap = zero.ce.value - base.value
+def _summary(base: Mean, splice: Measured, zero: Measured, mean: Measured) -> dict[str, Any]:
+    def of(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
+        found = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
+        return splice.prediction.report() | found | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
+
     return {
         "tokens": sum(base.counts),
         "contexts": len(base.counts),
         "ce_base": base.value,
         "ce_base_se": base.standard_error,
-        "ce_spliced": spliced_in.ce.value,
-        "ce_spliced_se": spliced_in.ce.standard_error,
-        "ce_increase": spliced_in.increase.value,
-        "ce_increase_se": spliced_in.increase.standard_error,
-        "ce_zero": zero.ce.value,
-        "ce_mean": mean.ce.value,
-        "loss_recovered": (zero.ce.value - spliced_in.ce.value) / gap if gap else math.nan,
-        "kl": spliced_in.kl.value,
-        "kl_se": spliced_in.kl.standard_error,
-        "top1_agreement": spliced_in.agreement.value,
+        **of(splice.full, zero.full, mean.full),
+        "around_special": of(splice.around, zero.around, mean.around),
     }
 
 
-def _common_mask(sets: Sets) -> tuple[int, ...]:
-    masks = {r.provenance.masked_ids for members in sets.values() for r in members.values() if isinstance(r, Trained)}
-    if len(masks) > 1:
-        raise MxdError(
-            f"the replacements were trained with different masks ({sorted(masks)}); evaluate them apart, or pass "
-            "masked_ids."
-        )
-    return masks.pop() if masks else ()
+def recovered(splice: Prediction, zero: Prediction) -> float | None:
+    """Return the share of the loss from zero-ablation that is won back.
+
+    ``None`` where that loss is within two standard errors of nothing: a share of noise would be read as a result.
+    """
+    gap = zero.increase.value
+    if not gap > 2 * zero.increase.standard_error:
+        return None
+    return 1 - splice.increase.value / gap
+
+
+def _counted(
+    site: tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]], counted: Bool[Tensor, "batch seq"]
+) -> tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]:
+    """Return a block's activations at the positions that count, in float32."""
+    x, y = site
+    kept = counted.to(x.device)
+    return x[kept].float(), y[kept].float()
+
+
+def _special(model: FrozenModel) -> list[int]:
+    return special_ids(model.tokenizer) if model.tokenizer is not None else []
 
 
 def _loaded(replacement: Replacement | Where) -> Replacement:

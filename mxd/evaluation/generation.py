@@ -173,7 +173,6 @@ def evaluate_generation(
     prompts: Sequence[Sequence[int]],
     new_tokens: int = 32,
     batch: int = 32,
-    masked_ids: Sequence[int] | None = None,
     examples: int = 8,
 ) -> dict[str, dict[str, Any]]:
     """Measure how long each set of replacements writes what the base model writes.
@@ -187,7 +186,6 @@ def evaluate_generation(
         prompts: token ids.
         new_tokens: tokens to add to each prompt.
         batch: prompts in one forward.
-        masked_ids: tokens at which the base MLP answers; by default those each replacement was trained without.
         examples: of that many first prompts the tokens are returned (the paper shows 8).
 
     Returns:
@@ -203,13 +201,13 @@ def evaluate_generation(
     if not sets or not all(sets.values()):
         raise MxdError("nothing to evaluate: give at least one replacement in each set.")
     for members in sets.values():
-        with spliced(model, members, masked_ids):  # only to hear now what does not fit
+        with spliced(model, members):  # only to hear now what does not fit
             pass
     results = {}
     with progress(f"generating with {len(sets)} splices", (1 + len(sets)) * len(prompts) * new_tokens) as advance:
         base = _greedy(model, prompts, new_tokens, batch, advance)
         for name, members in sets.items():
-            with spliced(model, members, masked_ids):
+            with spliced(model, members):
                 changed = _greedy(model, prompts, new_tokens, batch, advance)
             results[name] = _summary(base, changed) | {
                 "examples": [

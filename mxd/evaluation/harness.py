@@ -61,14 +61,13 @@ def find_tasks(names: Sequence[str], limit: int | None = None, include: str | Pa
 
 
 @torch.no_grad()
-def score(model: FrozenModel, sets: Sets, tasks: Tasks, masked_ids: Sequence[int] | None = None) -> dict[str, Any]:
+def score(model: FrozenModel, sets: Sets, tasks: Tasks) -> dict[str, Any]:
     """Score the base model and each set of replacements on the same documents.
 
     Args:
         model: the frozen base model, with its tokenizer.
         sets: name -> what is spliced in together.
         tasks: what ``find_tasks`` returned.
-        masked_ids: as in ``spliced``.
 
     Returns:
         ``base`` -> scores, ``spliced`` -> name -> scores, with the tasks' ``limit`` and the harness's ``version``.
@@ -85,7 +84,7 @@ def score(model: FrozenModel, sets: Sets, tasks: Tasks, masked_ids: Sequence[int
     base = _run(harnessed, tasks)
     found: dict[str, Scores] = {}
     for name, replacements in sets.items():
-        with spliced(model, replacements, masked_ids):
+        with spliced(model, replacements):
             found[name] = _run(harnessed, tasks)
     return {"version": version("lm_eval"), "limit": tasks.limit, "base": base, "spliced": found}
 

@@ -489,7 +489,7 @@ def _sampled(
     number = trained.provenance.layer
     steered = Steered(trained.layer, model.mlp(number), how.on, units, scale)
     draws = np.concatenate([np.random.default_rng([how.seed, n]).random((how.samples, how.tokens)) for n in units])
-    with spliced(model, {number: steered}, trained.provenance.masked_ids):
+    with spliced(model, {number: steered}):
         added = _continue(model, prompt, torch.from_numpy(draws), how)
     advance(added.numel())
     return model.tokenizer.batch_decode(added.tolist(), skip_special_tokens=True)

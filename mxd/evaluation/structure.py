@@ -1,9 +1,4 @@
-"""Does it decompose? How much of a replacement's output is routing, and how much a dense MLP in disguise.
-
-An MxD contains the base MLP as a special case (one expert always on), so a small cross-entropy increase alone does
-not show a decomposition. These numbers stand beside every faithfulness number. Two more look at the units themselves:
-the rank of their weights (MxD, arXiv 2505.21364, app. B.4), and which unit leads (app. C.2, figure 21).
-"""
+"""The units: the rank of their weights (MxD, arXiv 2505.21364, app. B.4), and which of them leads (C.2, figure 21)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +14,6 @@ from mxd.checkpoint import Trained
 from mxd.data import Blocks, head_ids, mask_of
 from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementLayer
-from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
 from mxd.progress import progress
 from mxd.splice import check_provenance
@@ -40,7 +34,7 @@ RANK_NUMBERS = 2**23
 
 
 class CodeMoments:
-    """First pass over the tokens: the mean code, how often each unit is active, and how strongly at most."""
+    """The mean code over tokens, how often each unit is active, and how strongly at most."""
 
     def __init__(self, layer: ReplacementLayer) -> None:
         self.layer = layer
@@ -48,10 +42,6 @@ class CodeMoments:
         self.counts = torch.zeros(layer.num_units, dtype=torch.int64)
         self.maxima = torch.zeros(layer.num_units)
         self.tokens = 0
-
-    def see(self, x: Float[Tensor, "tokens d_in"]) -> None:
-        """Count a batch of the layer's inputs."""
-        self.count(self.layer.encode(x))
 
     def count(self, code: Code) -> None:
         """Count the code of a batch of tokens."""
@@ -83,78 +73,36 @@ class CodeMoments:
         return float((self.counts == 0).float().mean())
 
 
-class Structure:
-    """Second pass: the shares of the output that routing, and that one shared expert, account for."""
+@torch.no_grad()
+def weight_ranks(
+    layer: ReplacementLayer, units: Sequence[int], advance: Any = None
+) -> tuple[Float[Tensor, " units"], Float[Tensor, " units"]]:
+    """Return the normalized rank and the stable rank of units' weights.
 
-    def __init__(self, moments: CodeMoments) -> None:
-        self.moments = moments
-        self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "effective", "tokens"), 0.0)
-
-    def see(
-        self,
-        x: Float[Tensor, "tokens d_in"],
-        y: Float[Tensor, "tokens d_out"],
-        code: Code,
-        prediction: Float[Tensor, "tokens d_out"],
-    ) -> None:
-        """Count a batch, given the code and prediction computed for it."""
-        layer = self.moments.layer
-        mean_gate = layer.decode(x, self.moments.mean_code(x))
-        shared = layer.decode(x, _only(code, self.moments.leading_unit))
-        n = len(x)
-        self.sums["tokens"] += n
-        self.sums["output"] += float((prediction - layer.bias).square().sum())
-        self.sums["routed"] += float((prediction - mean_gate).square().sum())
-        self.sums["shared"] += float((shared - layer.bias).square().sum())
-        self.sums["mean_gate"] += float(normalized_mse(mean_gate, y)) * n
-        self.sums["effective"] += float(effective_units(code.values).sum())
-
-    def report(self) -> dict[str, float]:
-        """Return the metrics that tell a decomposition from a dense MLP in disguise."""
-        output, tokens = max(self.sums["output"], 1e-30), max(self.sums["tokens"], 1)
-        return {
-            "routed_share": self.sums["routed"] / output,
-            "shared_share": self.sums["shared"] / output,
-            "nmse_mean_gate": self.sums["mean_gate"] / tokens,
-            "effective_units": self.sums["effective"] / tokens,
-        }
-
-
-def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens"]:
-    """Return ``exp(entropy(a / sum a))``: the number of equally strong units that would be as spread; 0 for none."""
-    total = values.sum(-1, keepdim=True)
-    p = values / total.clamp_min(1e-30)
-    entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
-    return torch.where(total.squeeze(-1) > 0, entropy.exp(), 0.0)
-
-
-def _only(code: Code, unit: int) -> Code:
-    """Return the code with all units but one switched off."""
-    indices: Int[Tensor, "tokens k"] = code.indices
-    return Code(code.values * (indices == unit), indices, code.all_units)
-
-
-def normalized_rank(layer: ReplacementLayer, first: int = 2000, advance: Any = None) -> float:
-    """Return the mean over units of ``rank(W_n) / min(H, O)`` (equation 23).
-
-    A rank counts the singular values above ``max(H, O) eps`` times the largest. A feature's weight is one row, so its
-    rank can only be 1 of 1, or 0.
+    The normalized rank is ``rank(W_n) / min(H, O)`` (equation 23), where a rank counts the singular values above
+    ``max(H, O) eps`` times the largest: it is 1 also where nearly all energy lies in one direction. The stable rank,
+    ``||W_n||_F^2 / ||W_n||_2^2``, says how many directions carry the energy; at most the rank, 0 for a weight of zeros.
+    A feature's weight is one row, so both are 1, or 0.
 
     Args:
-        layer: any replacement layer; its weights are materialised in batches.
-        first: units looked at, from unit 0 on (the paper's 2,000); all of them where there are fewer.
+        layer: any replacement layer; the weights are materialised in batches.
+        units: which units.
         advance: told of each batch of units that is done.
     """
-    count, rows, columns = min(first, layer.num_units), *layer.unit_weight(0).shape
+    rows, columns = layer.unit_weight(0).shape
     chunk = max(1, RANK_NUMBERS // (rows * columns))
-    total = 0
-    with torch.no_grad():
-        for start in range(0, count, chunk):
-            units = range(start, min(start + chunk, count))
-            total += int(torch.linalg.matrix_rank(torch.stack([layer.unit_weight(n) for n in units])).sum())
-            if advance is not None:
-                advance(len(units))
-    return total / (count * min(rows, columns))
+    found = [torch.zeros(2, 0)]
+    for start in range(0, len(units), chunk):
+        some = units[start : start + chunk]
+        singular = torch.linalg.svdvals(torch.stack([layer.unit_weight(n).float() for n in some]))
+        largest = singular[:, :1]
+        ranks = (singular > max(rows, columns) * torch.finfo(singular.dtype).eps * largest).sum(-1)
+        stable = (singular / largest.clamp_min(1e-30)).square().sum(-1)
+        found.append(torch.stack([ranks / min(rows, columns), stable]).cpu())
+        if advance is not None:
+            advance(len(some))
+    normalized, stable = torch.cat(found, 1)
+    return normalized, stable
 
 
 @torch.no_grad()
@@ -182,9 +130,11 @@ def evaluate_structure(
         forward_contexts: contexts in one forward, by default about 1,024 tokens.
 
     Returns:
-        Name -> ``normalized_rank`` of ``experts`` units whose weights have ``shape``; over the text's ``tokens``, the
-        unit that leads most often and its share of them, ``leader``; and for each prompt, under ``leading``, the
-        ``units`` that are strongest at its last token, with their ``strength`` there and their ``rate`` over the text.
+        Name -> mean ``normalized_rank`` and ``stable_rank`` of ``experts`` units whose weights have ``shape``, with
+        their standard deviations ``*_sd``, and how many of the units are rank-``deficient``; over the text's
+        ``tokens``, the unit that leads most often and its share of them, ``leader``; and for each prompt, under
+        ``leading``, the ``units`` that are strongest at its last token, with their ``strength`` there and their
+        ``rate`` over the text.
 
     Raises:
         MxdError: no layers, no text, numbers below 1, or layers of another model.
@@ -203,12 +153,14 @@ def evaluate_structure(
                 advance(batch.size)
         counts = {name: min(experts, one.layer.num_units) for name, one in trained.items()}
         with progress(f"structure: ranks of {len(trained)} layers", sum(counts.values()), "units") as advance:
-            ranks = {name: normalized_rank(one.layer, experts, advance) for name, one in trained.items()}
+            ranks = {name: weight_ranks(one.layer, range(counts[name]), advance) for name, one in trained.items()}
         prompted = leading_units(model, trained, prompts)
     return {
         name: {
             "layer": one.provenance.layer,
-            "normalized_rank": ranks[name],
+            **_mean_and_spread("normalized_rank", ranks[name][0]),
+            **_mean_and_spread("stable_rank", ranks[name][1]),
+            "deficient": int((ranks[name][0] < 1).sum()),
             "experts": counts[name],
             "shape": list(one.layer.unit_weight(0).shape),
             "tokens": moments[name].tokens,
@@ -259,14 +211,15 @@ def codes(
 ) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
     """Yield each layer's name, its code at the tokens that count, and where these stand in the flattened batch.
 
-    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor,
-    where ``places`` are given, any others.
+    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor
+    those where its stored constant answers, nor, where ``places`` are given, any others.
     """
     sites = model.record(torch.from_numpy(batch).long(), [one.provenance.layer for one in trained.values()])
     for name, one in trained.items():
         x, y = sites[one.provenance.layer]
+        read = one.layer.read(x, y)
         counted = mask_of(batch, one.provenance.masked_ids) & (True if places is None else places)
-        read = x if one.layer.config.reads == "mlp_in" else y
+        counted &= ~one.layer.at_bos(read).cpu().numpy()
         code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
         yield name, code, np.flatnonzero(counted)
 
@@ -310,6 +263,10 @@ def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[N
     finally:
         for layer, training in modes:
             layer.train(training)
+
+
+def _mean_and_spread(name: str, values: Float[Tensor, " units"]) -> dict[str, float]:
+    return {name: float(values.mean()), f"{name}_sd": float(values.std(correction=0))}
 
 
 def _leading(code: Code) -> tuple[Int[Tensor, " tokens"], Float[Tensor, " tokens"]]:

@@ -3,6 +3,7 @@
 layer(x)                 -> y^      drop-in for the MLP: any leading shape, same dtype out
 layer.encode(x)          -> Code    which units, how strongly
 layer.decode(x, code)    -> y^      layer(x) == layer.decode(x, layer.encode(x)), always
+layer.hidden(x)          -> what the units' outputs depend on, linearly; ``decode`` takes another in its place
 layer.unit_output(n, x)  -> [..., d_out]  the direction unit n adds
 layer.unit_weight(n)     -> the unit's weight, materialised
 layer.config             -> its frozen config; ``config.num_params`` equals the sum over parameters
@@ -16,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 
@@ -28,6 +29,10 @@ C = TypeVar("C", bound="ReplacementConfig")
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Start = Literal["paper", "transcoder"]
+
+BOS_RADIUS = 0.05
+"""An input counts as that of BOS up to this distance, relative to its norm. Seen in SmolLM2 and the bundled models:
+below 1e-5 at BOS, above 0.15 at other tokens, or 0 where these are BOS in all that the MLP can see."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -86,6 +91,9 @@ class ReplacementConfig(BaseModel, ABC):
     """Number of units (experts or features); by default sized to the parameter budget."""
     sparsity: AnySparsity = TopKConfig()
     """How units are chosen."""
+    bos_constant: bool = False
+    """Store the MLP's input and output at BOS in position 0, the same in every context of a causal model, and answer
+    with that output there. Set from ``data.bos_constant``."""
 
     @property
     @abstractmethod
@@ -93,9 +101,14 @@ class ReplacementConfig(BaseModel, ABC):
         """The method's short name in tables and figures, as the papers write it."""
 
     @property
-    @abstractmethod
     def num_params(self) -> int:
-        """The number of learnable parameters; equals the sum over the built layer's parameters."""
+        """The number of parameters; equals the sum over the built layer's parameters."""
+        return self.learned_params + ((self.d_in or 0) + (self.d_out or 0) if self.bos_constant else 0)
+
+    @property
+    @abstractmethod
+    def learned_params(self) -> int:
+        """The number of learnable parameters: all but a stored constant."""
 
     @abstractmethod
     def inherit(self, mlp: MLPShape) -> "ReplacementConfig":
@@ -146,38 +159,80 @@ class ReplacementConfig(BaseModel, ABC):
 
 
 class ReplacementLayer(nn.Module, ABC):
-    """Base of all layers; a subclass defines ``pre_activations``, ``encode``, ``_decode`` and the unit views."""
+    """Base of all layers; a subclass defines ``gate_parameters``, ``_hidden``, ``_decode`` and the unit views."""
 
     def __init__(self, config: ReplacementConfig) -> None:
         super().__init__()
         self.config = config
         self.sparsity = config.sparsity.build(config.num_units or 0)
         self.bias = nn.Parameter(torch.zeros(config.d_out or 0))
+        self.bos_in = _constant(config.d_in) if config.bos_constant else None
+        self.bos_out = _constant(config.d_out) if config.bos_constant else None
 
     @property
     def num_units(self) -> int:
         """Number of units."""
         return self.config.num_units or 0
 
+    def read(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_in"]:
+        """Return what the layer reads of an MLP's input and output."""
+        return x if self.config.reads == "mlp_in" else y
+
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return the layer's prediction of the MLP's output, in the dtype of ``x``."""
         return self.decode(x, self.encode(x))
 
-    def decode(self, x: Float[Tensor, "*batch d_in"], code: Code) -> Float[Tensor, "*batch d_out"]:
-        """Return the output for a given code (changed codes are how units are ablated and masked)."""
-        rows = Code(
-            code.values.reshape(-1, code.values.shape[-1]),
-            code.indices.reshape(-1, code.indices.shape[-1]),
-            code.all_units,
-        )
-        out = self._decode(self._rows(x), rows)
+    def decode(
+        self,
+        x: Float[Tensor, "*batch d_in"],
+        code: Code,
+        hidden: Float[Tensor, " width"] | None = None,
+    ) -> Float[Tensor, "*batch d_out"]:
+        """Return the output for a given code (changed codes are how units are ablated and masked).
+
+        Args:
+            x: what the layer reads.
+            code: which units are active, and how strongly.
+            hidden: one hidden state for all tokens, in place of each token's own. The mean over tokens makes every unit
+                add its mean direction, since ``unit_output`` is linear in it.
+        """
+        rows = self._rows(x)
+        own = self._hidden(rows) if hidden is None else hidden.to(rows).expand(len(rows), -1)
+        values, indices = (part.reshape(len(rows), part.shape[-1]) for part in code[:2])
+        out = self._decode(rows, Code(values, indices, code.all_units), own)
+        if self.bos_out is not None:
+            out = torch.where(self._at_bos(rows).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
+
+    def hidden(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch width"]:
+        """Return what units' outputs depend on: each ``unit_output`` is a linear function of it, the same for any x.
+
+        Its width is the method's own: 0 where units add fixed directions.
+        """
+        hidden = self._hidden(self._rows(x))
+        return hidden.reshape(*x.shape[:-1], hidden.shape[-1])
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Code:
         """Return which units are active and how strongly."""
         values, indices, all_units = self.sparsity(self._rows(x), *self.gate_parameters())
         shape = (*x.shape[:-1], values.shape[-1])
         return Code(values.reshape(shape), indices.reshape(shape), all_units)
+
+    def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
+        """Return where the input is the one at BOS, up to ``BOS_RADIUS``, so that the stored constant is the output."""
+        return self._at_bos(self._rows(x)).reshape(x.shape[:-1])
+
+    @torch.no_grad()
+    def store_bos(self, read: Float[Tensor, " d_in"], out: Float[Tensor, " d_out"]) -> None:
+        """Store what the layer reads, and what the MLP returns, at BOS in position 0.
+
+        Raises:
+            MxdError: the config has no ``bos_constant``.
+        """
+        if self.bos_in is None or self.bos_out is None:
+            raise MxdError(f"this {self.config.label} layer stores no constant; set bos_constant in its config.")
+        self.bos_in.copy_(read)
+        self.bos_out.copy_(out)
 
     def pre_activations(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch units"]:
         """Return the dense pre-activations of all units, before ReLU and top-k (for probing)."""
@@ -220,8 +275,19 @@ class ReplacementLayer(nn.Module, ABC):
         """Return the Frobenius norm of each unit's weight, without materialising the weights."""
 
     @abstractmethod
-    def _decode(self, x: Tensor, code: Code) -> Tensor:
-        """Decode rows ``[tokens, d_in]``."""
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Return the hidden states of rows ``[tokens, d_in]``."""
+
+    @abstractmethod
+    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+        """Decode rows ``[tokens, d_in]``, given their hidden states."""
+
+    def _at_bos(self, rows: Tensor) -> Tensor:
+        if self.bos_in is None:
+            return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        size = self.bos_in.square().sum()  # 0 before anything is stored: no row is nearer than that
+        distance = torch.linalg.vecdot(rows, rows) - 2 * (rows @ self.bos_in) + size
+        return distance < BOS_RADIUS**2 * size
 
     def _rows(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.config.d_in:
@@ -244,6 +310,10 @@ def linear_init(rows: int, columns: int, fan_in: int) -> nn.Parameter:
     """Return a parameter drawn as ``nn.Linear`` draws its weight: uniform in +-1/sqrt(fan_in)."""
     bound = 1 / math.sqrt(fan_in)
     return nn.Parameter(torch.empty(rows, columns).uniform_(-bound, bound))
+
+
+def _constant(width: int | None) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(width or 0), requires_grad=False)
 
 
 def zeros(*shape: int) -> nn.Parameter:

@@ -33,6 +33,9 @@ class FeatureLayer(ReplacementLayer):
         """Return ``||d_n||``."""
         return self.decoder.square().sum(-1).clamp_min(1e-30).sqrt()
 
+    def _hidden(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x), 0)
+
     def features_out(self, code: Code) -> Float[Tensor, "tokens d_out"]:
         """Return ``z D + b``."""
         return code_product(code, self.decoder) + self.bias

@@ -37,7 +37,7 @@ class CPMuMoEConfig(EncodedConfig):
         return f"cp-mumoe-r{self.rank}-{self.sparsity.slug}"
 
     @property
-    def num_params(self) -> int:
+    def learned_params(self) -> int:
         """Encoder, gate with biases, the three factors and the output bias."""
         d, o, n, h, r = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden, self.rank))
         return self.encoder_params + n * (d + 1) + n * r + h * r + r * o + o
@@ -87,6 +87,8 @@ class CPMuMoE(ReplacementLayer):
         gram = (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)
         return ((self.expert_factor @ gram) * self.expert_factor).sum(-1).clamp_min(1e-30).sqrt()
 
-    def _decode(self, x: Tensor, code: Code) -> Tensor:
-        mixed = code_product(code, self.expert_factor) * (self.encoder(x) @ self.input_factor)
-        return mixed @ self.output_factor + self.bias
+    def _hidden(self, x: Tensor) -> Tensor:
+        return self.encoder(x) @ self.input_factor
+
+    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+        return (code_product(code, self.expert_factor) * hidden) @ self.output_factor + self.bias

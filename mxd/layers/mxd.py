@@ -28,7 +28,7 @@ class MxDConfig(EncodedConfig):
         return "MxD"
 
     @property
-    def num_params(self) -> int:
+    def learned_params(self) -> int:
         """Encoder, gate with biases, C, D and the output bias."""
         d, o, n, h = self.d_in or 0, self.d_out or 0, self.num_units or 0, self.hidden or 0
         return self.encoder_params + n * (d + 1) + n * o + h * o + o
@@ -109,5 +109,8 @@ class MxD(ReplacementLayer):
             self.decoder.zero_()[0] = 1 / constant
             self.expert_scale.zero_()
 
-    def _decode(self, x: Tensor, code: Code) -> Tensor:
-        return torch.addcmul(self.bias, code_product(code, self.expert_scale), self.encoder(x) @ self.decoder)
+    def _hidden(self, x: Tensor) -> Tensor:
+        return self.encoder(x) @ self.decoder
+
+    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, code_product(code, self.expert_scale), hidden)

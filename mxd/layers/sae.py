@@ -36,7 +36,7 @@ class TopKSAEConfig(ReplacementConfig):
         return "SAE"
 
     @property
-    def num_params(self) -> int:
+    def learned_params(self) -> int:
         """Encoder with biases, decoder and output bias."""
         return transcoder_params(self.d_in or 0, self.d_out or 0, self.num_units or 0)
 
@@ -61,5 +61,5 @@ class TopKSAE(FeatureLayer):
         super().__init__(config)
         self.decoder.data.copy_(F.normalize(self.encoder.data, dim=1))
 
-    def _decode(self, x: Tensor, code: Code) -> Tensor:
+    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
         return self.features_out(code)

@@ -15,14 +15,14 @@ def transcoder_params(d_in: int, d_out: int, width: int) -> int:
 
 
 def match_units(config: ReplacementConfig, budget: int) -> int:
-    """Return the number of units whose true parameter count is nearest to ``budget``.
+    """Return the number of units whose true parameter count is nearest to ``budget``; a stored constant comes on top.
 
     Every method's count is affine in its units, so two evaluations determine it.
 
     Raises:
         MxdError: what the units share (encoder, decoder, skip) alone exceeds the budget.
     """
-    one, two = (config.model_copy(update={"num_units": n}).num_params for n in (1, 2))
+    one, two = (config.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
     per_unit = two - one
     units = round((budget - one) / per_unit) + 1
     if units < 1:

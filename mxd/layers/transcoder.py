@@ -27,7 +27,7 @@ class TranscoderConfig(ReplacementConfig):
         return "STC" if self.skip else "TC"
 
     @property
-    def num_params(self) -> int:
+    def learned_params(self) -> int:
         """Encoder with biases, decoder, output bias, and the skip's matrix."""
         d, o = self.d_in or 0, self.d_out or 0
         return transcoder_params(d, o, self.num_units or 0) + (d * o if self.skip else 0)
@@ -53,6 +53,6 @@ class Transcoder(FeatureLayer):
         super().__init__(config)
         self.skip = zeros(config.d_in or 0, config.d_out or 0) if config.skip else None
 
-    def _decode(self, x: Tensor, code: Code) -> Tensor:
+    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
         out = self.features_out(code)
         return out if self.skip is None else torch.addmm(out, x, self.skip)

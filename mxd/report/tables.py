@@ -1,53 +1,46 @@
 """Results as tables: in the terminal and in Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from mxd.markdown import grid
+from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
 
-COLUMNS = (
-    ("NMSE", "normalized_mse", "{:.4f}"),
-    ("FVU", "fvu", "{:.3f}"),
-    ("L0", "l0", "{:.1f}"),
-    ("dead", "dead_share", "{:.0%}"),
-    ("routed", "routed_share", "{:.2f}"),
-    ("CE", "ce_spliced", "{:.4f}"),
-    ("CE increase", "ce_increase", "{:+.4f}"),
-    ("± s.e.", "ce_increase_se", "{:.4f}"),
-    ("recovered", "loss_recovered", "{:.1%}"),
-    ("KL", "kl", "{:.4f}"),
-    ("top-1", "top1_agreement", "{:.1%}"),
-)
+TITLES = ("Is it faithful?", "Does it decompose?")
+HEAD = ("method", "layer", "sparsity")
 
 
-def rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
-    """Return the table's cells, one row for each splice, by layer, method and K.
+def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
+    """Return both tables as cells, the header first: a row for each splice, by layer, method and K.
 
     Several layers spliced at once give averages over layers.
     """
-    found = []
-    for name, result in sorted(evaluation["results"].items(), key=_place):
-        layers = list(result["layers"].values())
-        first = result["replacements"][0]
-        single = len(result["replacements"]) == 1
-        cells = [
-            first["method"] if single else name,
-            str(first["layer"]) if single else f"{len(layers)} layers",
-        ]
-        cells += [
-            first["sparsity"] if single else "-",
-            f"{sum(r['params'] for r in result['replacements']):,}",
-        ]
-        for _, key, form in COLUMNS:
-            values = [result[key]] if key in result else [layer[key] for layer in layers if key in layer]
-            cells.append(form.format(sum(values) / len(values)) if values else "-")
-        found.append(cells)
-    return found
+    results = sorted(evaluation["results"].items(), key=_place)
+    faithful = [
+        [*_head(name, result), f"{_params(result):,}", *_cells(result, FAITHFULNESS)] for name, result in results
+    ]
+    decomposed = [[*_head(name, result), *_cells(result, DECOMPOSITION)] for name, result in results]
+    return [
+        [[*HEAD, "params", *(metric.title for metric in FAITHFULNESS)], *faithful],
+        [[*HEAD, *(metric.title for metric in DECOMPOSITION)], *decomposed],
+    ]
 
 
-HEADER = ["method", "layer", "sparsity", "params", *(title for title, _, _ in COLUMNS)]
+def _head(name: str, result: Mapping[str, Any]) -> list[str]:
+    first, *others = result["replacements"]
+    if others:
+        return [name, f"{len(result['layers'])} layers", "-"]
+    return [first["method"], str(first["layer"]), first["sparsity"]]
+
+
+def _params(result: Mapping[str, Any]) -> int:
+    return sum(replacement["params"] for replacement in result["replacements"])
+
+
+def _cells(result: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
+    return [metric.shown(result) for metric in metrics]
 
 
 def _place(item: tuple[str, Any]) -> tuple[int, str, int]:
@@ -55,19 +48,25 @@ def _place(item: tuple[str, Any]) -> tuple[int, str, int]:
     return first["layer"], first["method"], first["k"] or 0
 
 
-def terminal_table(evaluation: Mapping[str, Any]) -> Table:
-    """Return a rich table of an evaluation."""
-    table = Table(title=caption(evaluation), title_justify="left")
-    for i, title in enumerate(HEADER):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows(evaluation):
-        table.add_row(*row)
-    return table
+def terminal_tables(evaluation: Mapping[str, Any]) -> list[Table]:
+    """Return an evaluation as rich tables."""
+    found = []
+    for title, (header, *rows) in zip((caption(evaluation), TITLES[1]), tables(evaluation), strict=True):
+        table = Table(title=title, title_justify="left")
+        for i, name in enumerate(header):
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        found.append(table)
+    return found
 
 
-def markdown_table(evaluation: Mapping[str, Any]) -> str:
-    """Return the same table in Markdown."""
-    return "\n".join([grid([HEADER, *rows(evaluation)]), "", caption(evaluation), ""])
+def markdown_tables(evaluation: Mapping[str, Any]) -> str:
+    """Return the same tables in Markdown, with what their columns mean."""
+    parts = [caption(evaluation)]
+    for title, rows, metrics in zip(TITLES, tables(evaluation), (FAITHFULNESS, DECOMPOSITION), strict=True):
+        parts += [f"**{title}**", grid(rows), explained(metrics)]
+    return "\n\n".join(parts) + "\n"
 
 
 def tasks_table(scores: Mapping[str, Any]) -> Table:

@@ -26,9 +26,9 @@ def peer(work: Path) -> None:
         model, other = mxd.load_frozen(name, device="cpu"), mxd.load_frozen(name, device="cpu").module
         bridge = build_bridge_from_module(other, type(other).__name__, hf_config=other.config, tokenizer=None)
         layers = {2: layer_for(model, 2), 4: layer_for(model, 4)}
-        with mxd.spliced(model, layers, masked_ids=[0, int(ids[0, 3])]):
+        with mxd.spliced(model, layers, base_at=[0, int(ids[0, 3])]):
             expected, (x, y) = model.logits(ids), model.record(ids, [4])[4]
-        with mxd.spliced(bridge, layers, masked_ids=[0, int(ids[0, 3])]), torch.no_grad():
+        with mxd.spliced(bridge, layers, base_at=[0, int(ids[0, 3])]), torch.no_grad():
             logits, cache = bridge.run_with_cache(ids, names_filter=["blocks.4.mlp.hook_in", "blocks.4.mlp.hook_out"])
         largest = expected.abs().max()  # about 16; the plain bridge differs from the plain model as much
         check(work, f"{release} {name}: logits, relative to the largest", logits / largest, expected / largest, 1e-5)

@@ -26,8 +26,8 @@ def give(work: Path) -> None:
             for parameter in layer.parameters():
                 parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
         ids = torch.tensor([[0, *model.tokenizer("The President of the United States")["input_ids"]]])
-        mxd.export_model(model, layers, work / name, masked_ids=[0])
-        with mxd.spliced(model, layers, masked_ids=[0]):
+        mxd.export_model(model, layers, work / name)
+        with mxd.spliced(model, layers):
             logits = model.logits(ids)
             text = model.module.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
         save_file({"ids": ids, "logits": logits, "text": text}, work / f"{name}.safetensors")

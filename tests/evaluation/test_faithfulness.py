@@ -10,8 +10,7 @@ import torch
 
 from mxd.data import mask_of, special_ids
 from mxd.errors import MxdError
-from mxd.evaluation.faithfulness import Mean, evaluate
-from mxd.evaluation.structure import effective_units
+from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
 from mxd.layers import LAYERS, size
 from mxd.model import FrozenModel, load_frozen
 
@@ -59,31 +58,27 @@ def patched_logits(model: FrozenModel, ids: torch.Tensor, replace) -> np.ndarray
 
 
 @pytest.mark.parametrize("method", LAYERS)
-@pytest.mark.parametrize("masking", [True, False])
-def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, method: str, masking: bool) -> None:
-    masked = special_ids(model.tokenizer) if masking else []
+@pytest.mark.parametrize("some_excluded", [True, False])
+def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, method: str, some_excluded: bool) -> None:
+    """Of both splices, over the same targets: everything replaced, and around the tokens that are excluded."""
+    excluded = special_ids(model.tokenizer) if some_excluded else []
     layer = layer_for(model, method)
-    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, masked, forward_contexts=4)["a"]
+    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, excluded, forward_contexts=4)["a"]
     ids = torch.from_numpy(rows).long()
-    keep = torch.from_numpy(mask_of(rows, masked))
+    keep = torch.from_numpy(mask_of(rows, excluded))
     x, y = model.record(ids, [LAYER])[LAYER]
     read = x if layer.config.reads == "mlp_in" else y
-
-    def only_kept(new):
-        return lambda _, old: torch.where(keep.unsqueeze(-1), new(old), old)
-
     with torch.no_grad():
         hat = layer(read)
     mean_y = y[keep].mean(0)
     base = log_softmax(model.logits(ids).numpy().astype(np.float64))
-    ways = {
-        "spliced": lambda old: hat,
-        "zero": torch.zeros_like,
-        "mean": lambda old: mean_y.expand_as(old),
-    }
-    logp = {name: log_softmax(patched_logits(model, ids, only_kept(new))) for name, new in ways.items()}
     targets = rows[:, 1:]
-    counted = mask_of(targets, masked)
+    counted = mask_of(targets, excluded)
+    ways = {
+        "ce_spliced": lambda old: hat,
+        "ce_zero": torch.zeros_like,
+        "ce_mean": lambda old: mean_y.expand_as(old),
+    }
 
     def ce(lp: np.ndarray) -> np.ndarray:
         return -np.take_along_axis(lp[:, :-1], targets[..., None], -1)[..., 0]
@@ -91,19 +86,26 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
     def over(values: np.ndarray) -> float:
         return values[counted].mean()
 
-    assert found["tokens"] == counted.sum()
+    assert found["tokens"] == counted.sum() and found["excluded"] == excluded
     assert found["ce_base"] == pytest.approx(over(ce(base)), abs=1e-5)
-    for name, key in [("spliced", "ce_spliced"), ("zero", "ce_zero"), ("mean", "ce_mean")]:
-        assert found[key] == pytest.approx(over(ce(logp[name])), abs=1e-4), key
-    increase = ce(logp["spliced"]) - ce(base)
-    assert found["ce_increase"] == pytest.approx(over(increase), abs=1e-4)
-    zero = over(ce(logp["zero"]))
-    recovered = (zero - over(ce(logp["spliced"]))) / (zero - over(ce(base)))
-    assert found["loss_recovered"] == pytest.approx(recovered, rel=0.02, abs=0.02)
-    kl = (np.exp(base) * (base - logp["spliced"])).sum(-1)[:, :-1]
-    assert found["kl"] == pytest.approx(over(kl), rel=1e-3, abs=1e-5)
-    same = base.argmax(-1) == logp["spliced"].argmax(-1)
-    assert found["top1_agreement"] == pytest.approx(over(same[:, :-1].astype(float)), abs=0.01)
+    for got, replaced in ((found, torch.ones_like(keep)), (found["around_special"], keep)):
+
+        def patched(new, replaced: torch.Tensor = replaced) -> np.ndarray:
+            return patched_logits(model, ids, lambda _, old: torch.where(replaced.unsqueeze(-1), new(old), old))
+
+        logp = {key: log_softmax(patched(new)) for key, new in ways.items()}
+        for key, one in logp.items():
+            assert got[key] == pytest.approx(over(ce(one)), abs=1e-4), key
+        increase = ce(logp["ce_spliced"]) - ce(base)
+        assert got["ce_increase"] == pytest.approx(over(increase), abs=1e-4)
+        zero = over(ce(logp["ce_zero"]) - ce(base))
+        assert got["loss_recovered"] == pytest.approx(1 - over(increase) / zero, rel=0.02, abs=0.02)
+        kl = (np.exp(base) * (base - logp["ce_spliced"])).sum(-1)[:, :-1]
+        assert got["kl"] == pytest.approx(over(kl), rel=1e-3, abs=1e-5)
+        same = base.argmax(-1) == logp["ce_spliced"].argmax(-1)
+        assert got["top1_agreement"] == pytest.approx(over(same[:, :-1].astype(float)), abs=0.01)
+    if some_excluded:
+        assert found["ce_increase"] != found["around_special"]["ce_increase"]
     check_reconstruction(found["layers"][str(LAYER)], layer, read[keep], y[keep])
 
 
@@ -176,7 +178,7 @@ def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenMode
     for name, members in sets.items():
         alone = evaluate(model, {name: members}, blocks_of(rows), rows.size, [], forward_contexts=11)[name]
         for key, value in alone.items():
-            if key != "layers":
+            if key not in ("layers", "around_special", "excluded"):
                 assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
     assert together["both"]["ce_increase"] > max(together["a"]["ce_increase"], together["b"]["ce_increase"])
     assert set(together["both"]["layers"]) == {"1", "4"}
@@ -205,9 +207,47 @@ def test_standard_error_is_over_contexts() -> None:
     assert lone.standard_error == float("inf")
 
 
-def test_effective_units_of_known_codes() -> None:
-    codes = torch.tensor([[1.0, 1, 1, 1], [5, 0, 0, 0], [0, 0, 0, 0]])
-    assert effective_units(codes) == pytest.approx([4, 1, 0])
+def test_a_share_of_noise_is_not_given() -> None:
+    """What zero-ablation costs must be told from nothing before a share of it is recovered."""
+    splice, zero = Prediction(), Prediction()
+    counted = torch.ones(1, 4, dtype=torch.bool)
+    for gap in (0.5, -0.4, 0.3, -0.35):
+        splice.increase.see(torch.full((1, 4), 0.1), counted)
+        zero.increase.see(torch.full((1, 4), gap), counted)
+    assert zero.increase.value > 0 and recovered(splice, zero) is None
+    for _ in range(50):
+        zero.increase.see(torch.full((1, 4), 0.4), counted)
+    assert recovered(splice, zero) == pytest.approx(1 - 0.1 / zero.increase.value)
+    assert recovered(splice, Prediction()) is None
+
+
+def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows: np.ndarray) -> None:
+    """Whatever a layer was trained without, so that layers are compared over the same targets."""
+    from mxd.checkpoint import Provenance, Trained
+
+    layer = layer_for(model)
+    known = {"model": "m", "revision": None, "layer": LAYER, "fingerprint": model.fingerprint(LAYER)}
+    sets = {str(ids): {LAYER: Trained(layer, Provenance(**known, masked_ids=ids), Path())} for ids in ((), (0, 7))}
+    found = evaluate(model, sets, blocks_of(rows), rows.size)
+    assert found["()"] == found["(0, 7)"]
+    assert found["()"]["excluded"] == special_ids(model.tokenizer)
+
+
+def test_with_its_constant_a_layer_answers_at_bos_as_the_mlp_does(model: FrozenModel) -> None:
+    """Where BOS is the only special token, both splices are then one."""
+    from mxd.data import documents, token_blocks
+
+    layer = layer_for(model, bos_constant=True)
+    bos = model.tokenizer.bos_token_id
+    x, y = model.record(torch.tensor([[bos]]), [LAYER])[LAYER]
+    layer.store_bos(x[0, 0], y[0, 0])
+    stream = token_blocks(documents("bundled", "validation"), model.tokenizer, 32)(0)
+    rows = np.stack([row for row, _ in zip(stream, range(200), strict=False) if (row == bos).sum() == 1])
+    assert len(rows) > 20
+    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size)["a"]
+    assert (
+        found["ce_increase"] == pytest.approx(found["around_special"]["ce_increase"], abs=1e-6) and found["kl"] > 0.01
+    )
 
 
 def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
@@ -218,7 +258,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
         evaluate(model, {}, blocks_of(rows), 100, [])
     with pytest.raises(MxdError, match="out of range"):
         evaluate(model, {"a": {77: layer}}, blocks_of(rows), 100, [])
-    with pytest.raises(MxdError, match="masked"):
+    with pytest.raises(MxdError, match="excluded"):
         evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), 100, range(5000))
 
 

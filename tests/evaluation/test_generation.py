@@ -157,10 +157,10 @@ def test_a_spliced_model_generates_what_the_hooked_one_does(trained):
     assert not torch.equal(found, greedy(trained, starts(trained), 5))
 
 
-def test_masked_tokens_are_spliced_around_in_prompts_and_in_new_tokens(trained):
+def test_tokens_are_spliced_around_in_prompts_and_in_new_tokens(trained):
     given, layer = starts(trained), transcoder(trained, noise=1)
     masked = (0, *trained.tokenizer(" the of, and\n in a")["input_ids"])
-    with spliced(trained, {LAYER: layer}, masked):
+    with spliced(trained, {LAYER: layer}, base_at=masked):
         found = greedy(trained, given, 6)
     assert found.tolist() == [oracle(trained, prompt, 6, layer, masked) for prompt in given]
     assert np.isin(found[:, :-1], masked).mean() > 0.1
@@ -263,19 +263,6 @@ def test_layers_run_in_evaluation_mode_and_are_handed_back_in_theirs(trained_gpt
     assert layer.training
     evaluate_generation(trained_gpt2, {"a": {LAYER: layer.eval()}}, starts(trained_gpt2), 2)
     assert not layer.training
-
-
-def test_masks_come_from_the_provenance_unless_given(trained_gpt2):
-    def match(masked_in_training, **options):
-        known = {"fingerprint": trained_gpt2.fingerprint(LAYER), "masked_ids": masked_in_training}
-        provenance = Provenance(model="m", revision=None, layer=LAYER, **known)
-        members = {LAYER: Trained(transcoder(trained_gpt2), provenance, Path())}
-        return evaluate_generation(trained_gpt2, {"a": members}, starts(trained_gpt2)[:2], 3, **options)["a"]["agreed"]
-
-    everything = tuple(range(4096))
-    assert match(everything) == [3, 3]
-    assert match(()) == match(everything, masked_ids=()) != [3, 3]
-    assert match((), masked_ids=everything) == [3, 3]
 
 
 def test_a_lone_prompt_has_no_standard_error(trained_gpt2):

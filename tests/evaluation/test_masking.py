@@ -106,7 +106,7 @@ def test_masks_of_several_layers_at_once(gpt2, ids):
 
 def test_the_base_mlp_still_answers_at_masked_tokens(gpt2, ids):
     layer, base, special = layer_for(gpt2, 1), gpt2.mlp(1), int(ids[0, 3])
-    with spliced(gpt2, {1: layer}, masked_ids=[special], mask={1: range(UNITS)}), torch.no_grad():
+    with spliced(gpt2, {1: layer}, base_at=[special], mask={1: range(UNITS)}), torch.no_grad():
         x, y = gpt2.record(ids, [1])[1]
         assert torch.equal(y[0, 3], base(x)[0, 3])
         assert not torch.equal(y[0, 4], base(x)[0, 4])
@@ -188,7 +188,7 @@ def row_ce(model, ids):
     return -logp[np.arange(len(ids) - 1), ids[1:]]
 
 
-def hooked_ce(model, ids, layers, mask, masked_ids):
+def hooked_ce(model, ids, layers, mask):
     """The same where plain hooks subtract the masked units' terms: one text at a time, nothing padded."""
 
     def replace(number, layer):
@@ -198,7 +198,7 @@ def hooked_ce(model, ids, layers, mask, masked_ids):
             out = layer.decode(read, code)
             for n in mask.get(number, ()):
                 out = out - (code.values * (code.indices == n)).sum(-1, keepdim=True) * layer.unit_output(n, read)
-            return torch.where(torch.isin(torch.tensor([ids]), torch.tensor(masked_ids)).unsqueeze(-1), y, out)
+            return out
 
         return hook
 
@@ -240,7 +240,7 @@ class ByHand:
         }
 
     def losses(self, mask):
-        ce = lambda row: hooked_ce(self.model, row, self.layers, mask, self.masked)  # noqa: E731
+        ce = lambda row: hooked_ce(self.model, row, self.layers, mask)  # noqa: E731
         return {n: ce(self.drawn.rows[n])[self.kept[n][1:]] for n in self.drawn.measuring}
 
     def base_losses(self):

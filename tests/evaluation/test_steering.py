@@ -67,16 +67,14 @@ def nucleus(logits, draw, temperature, top_p):
 
 def oracle(model, trained, unit, how):
     """One sample alone, everything computed again for every token, the steered MLP as a plain hook."""
-    layer, masked = trained.layer, trained.provenance.masked_ids
+    layer = trained.layer
     ids = [0, *model.tokenizer(how.prompt)["input_ids"]]
     start, found = len(ids), []
 
     def replace(module, args, output):
         read = args[0] if layer.config.reads == "mlp_in" else output
         out = layer(read) if how.on == "replacement" else output
-        steered = out + how.scale * layer.unit_output(unit, read)
-        keep = torch.tensor([[i in masked for i in ids]]).unsqueeze(-1)
-        return torch.where(keep, output, steered)
+        return out + how.scale * layer.unit_output(unit, read)
 
     for draws in np.random.default_rng([how.seed, unit]).random((how.samples, how.tokens)):
         ids = ids[:start]

@@ -10,7 +10,7 @@ from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation import structure
-from mxd.evaluation.structure import PROMPTS, evaluate_structure, leading_units, normalized_rank, streamed
+from mxd.evaluation.structure import PROMPTS, evaluate_structure, leading_units, streamed, weight_ranks
 from mxd.layers import LAYERS
 
 
@@ -23,6 +23,11 @@ def rows():
     return rows
 
 
+def normalized_rank(layer, first=UNITS):
+    """The mean over the first units."""
+    return float(weight_ranks(layer, range(first))[0].mean())
+
+
 @pytest.mark.parametrize("method", LAYERS)
 @pytest.mark.parametrize("numbers", [2**23, 5000, 1])
 def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
@@ -31,6 +36,9 @@ def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
     layer = layer_for(gpt2, 1, method)
     weights = [layer.unit_weight(n).detach().numpy() for n in range(UNITS)]
     ranks = [np.linalg.matrix_rank(weight) / min(weight.shape) for weight in weights]
+    stable = [np.linalg.norm(weight) ** 2 / np.linalg.norm(weight, 2) ** 2 for weight in weights]
+    found = weight_ranks(layer, [3, *range(UNITS)])
+    assert found[0] == pytest.approx([ranks[3], *ranks]) and found[1] == pytest.approx([stable[3], *stable], rel=1e-4)
     assert normalized_rank(layer) == pytest.approx(np.mean(ranks))
     assert normalized_rank(layer, first=7) == pytest.approx(np.mean(ranks[:7]))
     layer.bias.data.add_(100)
@@ -47,7 +55,14 @@ def test_experts_of_mxd_have_the_rank_of_the_decoder(gpt2):
     layer.decoder.data[:, 16:] = layer.decoder.data[:, :16]
     assert normalized_rank(layer, first=5) == pytest.approx((12 + 4 + 4 * 16) / 32 / 5)  # c_0 leaves the copies of 4
     layer.decoder.data.zero_()
-    assert normalized_rank(layer) == 0
+    assert weight_ranks(layer, range(UNITS))[1].tolist() == [0] * UNITS and normalized_rank(layer) == 0
+
+
+def test_a_full_rank_may_have_its_energy_in_one_direction(gpt2):
+    layer = layer_for(gpt2, 1)
+    layer.decoder.data[0] += 30
+    normalized, stable = weight_ranks(layer, range(UNITS))
+    assert normalized.mean() > 0.99 and stable.max() < 1.1
 
 
 @pytest.mark.parametrize("rank", [1, 8, 24])
@@ -58,7 +73,7 @@ def test_experts_of_cp_mumoe_have_rank_r_at_most(gpt2, rank):
 def test_progress_is_told_of_every_unit(gpt2, monkeypatch):
     monkeypatch.setattr(structure, "RANK_NUMBERS", 3 * 128 * 32)
     told = []
-    normalized_rank(layer_for(gpt2, 1), first=20, advance=told.append)
+    weight_ranks(layer_for(gpt2, 1), range(20), told.append)
     assert sum(told) == 20 and max(told) == 3
 
 
@@ -74,7 +89,11 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
         leads = np.bincount(code.argmax(-1)[code.max(-1) > 0], minlength=UNITS)
         assert got["layer"] == number and got["tokens"] == len(code) and got["experts"] == 10
         assert got["shape"] == list(layer.unit_weight(0).shape)
-        assert got["normalized_rank"] == normalized_rank(layer, 10)
+        for name, values in zip(("normalized_rank", "stable_rank"), weight_ranks(layer, range(10)), strict=True):
+            assert got[name] == pytest.approx(values.mean()) and got[f"{name}_sd"] == pytest.approx(
+                values.numpy().std()
+            )
+        assert got["deficient"] == int((weight_ranks(layer, range(10))[0] < 1).sum())
         assert leads[got["leader"]["unit"]] == leads.max()
         assert got["leader"]["share"] == pytest.approx(leads.max() / len(code))
         assert [one["prompt"] for one in got["leading"]] == prompts

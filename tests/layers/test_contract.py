@@ -182,6 +182,17 @@ def test_one_code_for_every_token(layer, x):
     )
 
 
+def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
+    """``unit_output`` is linear in the hidden state, so its mean is its value at the mean hidden state."""
+    hidden = layer.hidden(x)
+    assert hidden.shape[:-1] == x.shape[:-1]
+    code, mean = layer.encode(x), hidden.reshape(8, -1).mean(0)
+    rest = layer.decode(x, code._replace(values=torch.zeros_like(code.values)))
+    means = torch.stack([layer.unit_output(n, x).reshape(8, -1).mean(0) for n in range(UNITS)])
+    torch.testing.assert_close(layer.decode(x, code, mean), rest + dense(code) @ means)
+    torch.testing.assert_close(layer.decode(x[0, :1], layer.encode(x[0, :1]), hidden[0, 0]), layer(x[0, :1]))
+
+
 # --- the units ----------------------------------------------------------------------------------------------------
 
 

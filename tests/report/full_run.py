@@ -87,6 +87,12 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "shared_share": 0.01,
         "nmse_mean_gate": 0.02,
         "effective_units": 7.5,
+        "nmse_fixed_directions": 0.03,
+        "gate_share": 0.6,
+        "dense_share": 0.1,
+        "interaction_share": 0.15,
+        "skip_share": 0.0,
+        "stable_rank": 2.5,
     }
     method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE"}[name.split("-")[1]]
     k = 8 if "k8" in name else 32
@@ -100,7 +106,8 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "ce_increase_se": 0.001,
         "ce_zero": 5.0,
         "ce_mean": 4.5,
-        "loss_recovered": 0.9,
+        "loss_recovered": None if n == 1 else 0.9,
+        "around_special": {"ce_increase": 0.02 * (n + 1)},
         "kl": 0.02,
         "kl_se": 0.001,
         "top1_agreement": 0.95,

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from mxd.report.figures import frontier
-from mxd.report.tables import HEADER, caption, markdown_table, rows, terminal_table
+from mxd.report.tables import caption, markdown_tables, tables, terminal_tables
 
 
 def result(method: str, k: int | None, layer: int, increase: float) -> dict:
     metrics = {"normalized_mse": 0.01, "fvu": 0.2, "l0": 4.0, "dead_share": 0.5, "routed_share": 0.7}
+    metrics |= {"nmse_fixed_directions": 0.03, "interaction_share": 0.125, "stable_rank": 2.5}
     what = {"method": method, "sparsity": f"k{k}", "k": k, "layer": layer, "units": 10, "params": 1000}
     return {
         "tokens": 100,
@@ -21,6 +22,7 @@ def result(method: str, k: int | None, layer: int, increase: float) -> dict:
         "loss_recovered": 1 - increase / 2,
         "kl": 0.02,
         "top1_agreement": 0.9,
+        "around_special": {"ce_increase": increase / 2},
         "layers": {str(layer): metrics},
         "replacements": [what],
     }
@@ -30,30 +32,48 @@ def evaluation(results: dict) -> dict:
     return {"model": "m", "data": {"source": "s", "split": "validation"}, "results": results}
 
 
+def first(rows: list[list[str]]) -> dict[str, str]:
+    return dict(zip(rows[0], rows[1], strict=True))
+
+
+def test_a_share_of_noise_is_not_printed() -> None:
+    found = evaluation({"a": {**result("TC", 8, 3, 0.5), "loss_recovered": None}})
+    assert first(tables(found)[0])["recovered"] == "n/a"
+
+
 def test_one_row_for_each_splice_with_its_numbers() -> None:
     found = evaluation({"b": result("TC", 16, 3, 0.5), "c": result("TC", 8, 3, 0.5), "a": result("MxD", 4, 2, 0.25)})
-    cells = dict(zip(HEADER, rows(found)[0], strict=True))
-    assert cells == {
+    faithful, decomposed = tables(found)
+    assert first(faithful) == {
         "method": "MxD",
         "layer": "2",
         "sparsity": "k4",
         "params": "1,000",
         "NMSE": "0.0100",
         "FVU": "0.200",
-        "L0": "4.0",
-        "dead": "50%",
-        "routed": "0.70",
         "CE": "3.2500",
         "CE increase": "+0.2500",
         "± s.e.": "0.0100",
+        "around special": "+0.1250",
         "recovered": "87.5%",
         "KL": "0.0200",
         "top-1": "90.0%",
     }
-    assert terminal_table(found).row_count == 3
-    assert [row[2] for row in rows(found)] == ["k4", "k8", "k16"]
-    markdown = markdown_table(found)
-    assert "| TC | 3 | k8 |" in markdown
+    cells = first(decomposed)
+    assert [cells[name] for name in ("NMSE", "fixed", "routed", "interaction", "stable rank", "L0", "dead")] == [
+        "0.0100",
+        "0.0300",
+        "0.70",
+        "0.125",
+        "2.5",
+        "4.0",
+        "50%",
+    ]
+    assert cells["mean gate"] == cells["skip"] == "-", "not measured"
+    assert [table.row_count for table in terminal_tables(found)] == [3, 3]
+    assert [row[2] for row in faithful[1:]] == [row[2] for row in decomposed[1:]] == ["k4", "k8", "k16"]
+    markdown = markdown_tables(found)
+    assert markdown.count("| TC | 3 | k8 |") == 2 and "*fixed*: NMSE when" in markdown
     assert "layer 2: zero-ablated 5.0000" in caption(found) and "layer 3" in caption(found)
 
 
@@ -61,8 +81,7 @@ def test_several_layers_at_once_are_one_row_of_averages() -> None:
     both = result("MxD", 4, 2, 0.25)
     both["layers"]["3"] = {**both["layers"]["2"], "normalized_mse": 0.03}
     both["replacements"].append({**both["replacements"][0], "layer": 3})
-    (row,) = rows(evaluation({"together": both}))
-    cells = dict(zip(HEADER, row, strict=True))
+    cells = first(tables(evaluation({"together": both}))[0])
     assert (cells["method"], cells["layer"], cells["NMSE"], cells["params"]) == (
         "together",
         "2 layers",

@@ -3,30 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 
+from mxd.metrics import DECOMPOSITION, FAITHFULNESS
 from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
-COLUMNS: tuple[tuple[Column, str, str], ...] = (
-    (Column("NMSE", "the training loss: mean of ||y - y^||² / (||y|| d)", "lower"), "normalized_mse", "{:.4f}"),
-    (Column("FVU", "unexplained share of the output's variance", "lower"), "fvu", "{:.3f}"),
-    (Column("CE increase", "added to the next-token loss, in nats", "lower"), "ce_increase", "{:+.4f}"),
-    (Column("± s.e.", "standard error of the increase over contexts"), "ce_increase_se", "{:.4f}"),
-    (Column("recovered", "share of the zero-ablation loss won back", "higher"), "loss_recovered", "{:.1%}"),
-    (Column("KL", "mean KL(base || spliced), nats", "lower"), "kl", "{:.4f}"),
-    (Column("top-1", "most probable tokens unchanged", "higher"), "top1_agreement", "{:.1%}"),
-    (
-        Column("routed", "energy of what routing adds, relative to the output's"),
-        "routed_share",
-        "{:.2f}",
-    ),
-    (Column("shared", "share of the output left by the busiest unit alone"), "shared_share", "{:.3f}"),
-    (Column("mean gate", "NMSE when every token gets the mean gate"), "nmse_mean_gate", "{:.4f}"),
-    (Column("eff. units", "exp(entropy) of a token's active units"), "effective_units", "{:.1f}"),
-    (Column("L0", "units active for a token"), "l0", "{:.1f}"),
-    (Column("dead", "units never active on the text", "lower"), "dead_share", "{:.0%}"),
-)
+METRICS = (*FAITHFULNESS, *DECOMPOSITION[1:])
 """What stands in the table, with what tells a decomposition beside what tells faithfulness."""
 
 FIGURES = (
@@ -51,9 +34,10 @@ def section(run: Run) -> Section | None:
     ]
     first, document = found[0][1], run.documents["evaluation"][0]
     data = document["data"]
+    text = f"{data['source'].text()}, {data['split'].text()}"
     lead = (
-        f"Each replacement is spliced into {document['model'].text()} and measured on {first['tokens'].number():,.0f} "
-        f"held-out tokens ({data['source'].text()}, {data['split'].text()}). The base model's cross-entropy is "
+        f"Each replacement is spliced into {document['model'].text()}, at every position, and measured on "
+        f"{first['tokens'].number():,.0f} held-out tokens ({text}). The base model's cross-entropy is "
         f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(found)}."
     )
     return Section("faithfulness", "Faithfulness", lead, blocks)
@@ -70,8 +54,16 @@ def _ablated(found: Found) -> str:
 
 def _value(result: Node, key: str) -> Node | None:
     """Return a metric of a splice, or of its one layer."""
-    places = [node for _, node in result["layers"].items()]
-    return result.get(key) or (places[0].get(key) if len(places) == 1 else None)
+    layers = [node for _, node in result["layers"].items()]
+    places = [result, *layers] if len(layers) == 1 else [result]
+    return next((node for place in places if (node := _follow(place, key)) is not None), None)
+
+
+def _follow(node: Node, key: str) -> Node | None:
+    found: Node | None = node
+    for name in key.split("."):
+        found = found.get(name) if found is not None else None
+    return found
 
 
 def _single(found: Found) -> Found:
@@ -184,12 +176,14 @@ def _table(found: Found) -> Table:
     rows = []
     for replacement, result in found:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)
-        rows.append([Cell(head), *(number(_value(result, key), form) for _, key, form in COLUMNS)])
+        rows.append([Cell(head), *(number(_value(result, metric.key), metric.form) for metric in METRICS)])
     caption = (
-        "Every splice. Left of “routed”: is it faithful? From there on: does it decompose? A low error with “routed” "
-        "near 0, or “shared” near 1, is a dense MLP in disguise."
+        "Every splice. Left of “mean gate”: is it faithful? From there on: does it decompose? A low error with "
+        "“routed” near 0, or “shared” near 1, is a dense MLP in disguise; one with “fixed” near NMSE is a transcoder, "
+        "or one in disguise."
     )
-    return Table(caption, [Column("splice"), *(column for column, _, _ in COLUMNS)], rows, legend=True)
+    columns = [Column(metric.title, metric.says, metric.better) for metric in METRICS]
+    return Table(caption, [Column("splice"), *columns], rows, legend=True)
 
 
 def _together(replacement: Replacement, result: Node) -> str:

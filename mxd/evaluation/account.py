@@ -1,0 +1,134 @@
+"""Does it decompose? What a replacement's output is made of: what gates, the dense part, and both together contribute.
+
+An MxD contains two things that are not mixtures of decoders, and a small error cannot tell it from either: the base MLP
+(one expert always on: *a dense MLP in disguise*), and a transcoder (``z D`` constant: *a transcoder in disguise*). With
+``a`` the code, ``v_n`` what unit n adds (``unit_output``), and a bar for the mean over tokens, every output is
+
+    y^ - b - rest(x) = sum_n abar_n vbar_n              the same for every token
+                     + sum_n (a_n - abar_n) vbar_n      gate: all that a transcoder has
+                     + sum_n abar_n (v_n - vbar_n)      dense: all that an MLP has
+                     + sum_n (a_n - abar_n)(v_n - vbar_n)       interaction: what only a mixture of decoders has
+
+where ``rest`` is what is added whatever the code: a skip, or nothing. A share is the energy of a part about its mean,
+over that of ``y^``. The parts covary, so shares need not add up to 1. For an MxD all follows from ``a C`` and ``z D``.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mxd.evaluation.structure import CodeMoments, weight_ranks
+from mxd.layers import Code, ReplacementLayer
+from mxd.losses import normalized_mse
+
+STABLE_RANKED = 32
+"""Units whose stable rank is taken here; `mxd structure` takes it of 2,000."""
+
+
+class Energy:
+    """The energy of vectors about their mean: the sum over tokens of ``||v - mean v||^2``."""
+
+    def __init__(self) -> None:
+        self.sum: Tensor | float = 0.0
+        self.squares = 0.0
+        self.tokens = 0
+
+    def see(self, vectors: Float[Tensor, "tokens d"]) -> None:
+        """Count one vector a token."""
+        vectors = vectors.double()
+        self.sum = self.sum + vectors.sum(0)
+        self.squares += float(vectors.square().sum())
+        self.tokens += len(vectors)
+
+    @property
+    def value(self) -> float:
+        """The energy; 0 for no tokens."""
+        mean = torch.as_tensor(self.sum).square().sum() / max(self.tokens, 1)
+        return max(0.0, self.squares - float(mean))
+
+
+class Account:
+    """What one replacement's output is made of, from two passes over the same tokens: ``see_means``, then ``see``.
+
+    Works from the contract alone: ``encode``, ``hidden`` and ``decode`` with changed codes and hidden states.
+    """
+
+    def __init__(self, layer: ReplacementLayer) -> None:
+        self.layer = layer
+        self.moments = CodeMoments(layer)
+        self.hidden: Tensor | float = 0.0
+        self.parts = {name: Energy() for name in ("output", "gate", "dense", "interaction", "skip")}
+        self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "active", "effective"), 0.0)
+
+    def see_means(self, x: Float[Tensor, "tokens d_in"]) -> None:
+        """Count a batch of the layer's inputs."""
+        self.moments.count(self.layer.encode(x))
+        self.hidden = self.hidden + self.layer.hidden(x).double().sum(0)
+
+    def see(
+        self,
+        x: Float[Tensor, "tokens d_in"],
+        y: Float[Tensor, "tokens d_out"],
+        code: Code,
+        prediction: Float[Tensor, "tokens d_out"],
+    ) -> None:
+        """Count a batch of inputs and targets, given the code and the prediction computed for them."""
+        layer, bias = self.layer, self.layer.bias
+        mean_code = self.moments.mean_code(x)
+        mean_hidden = torch.as_tensor(self.hidden) / max(self.moments.tokens, 1)
+        mean_gate = layer.decode(x, mean_code)
+        fixed = layer.decode(x, code, mean_hidden)
+        constant = layer.decode(x, mean_code, mean_hidden)  # but for the skip the same for every token
+        skip = layer.decode(x, nothing(code))
+        self.parts["output"].see(prediction)
+        self.parts["gate"].see(fixed - constant)
+        self.parts["dense"].see(mean_gate - constant)
+        self.parts["interaction"].see(prediction - fixed - mean_gate + constant)
+        self.parts["skip"].see(skip)
+        self.sums["output"] += float((prediction - bias).square().sum())
+        self.sums["routed"] += float((prediction - mean_gate).square().sum())
+        self.sums["shared"] += float((layer.decode(x, only(code, self.moments.leading_unit)) - bias).square().sum())
+        self.sums["mean_gate"] += float(normalized_mse(mean_gate, y)) * len(x)
+        self.sums["fixed"] += float(normalized_mse(fixed, y)) * len(x)
+        self.sums["active"] += float((code.values > 0).sum())
+        self.sums["effective"] += float(effective_units(code.values).sum())
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics; docs/evaluation.md says what each can show and cannot."""
+        tokens, output = max(self.moments.tokens, 1), max(self.sums["output"], 1e-30)
+        energy = max(self.parts["output"].value, 1e-30)
+        return {
+            "l0": self.sums["active"] / tokens,
+            "dead_share": self.moments.dead_share,
+            "routed_share": self.sums["routed"] / output,
+            "shared_share": self.sums["shared"] / output,
+            "nmse_mean_gate": self.sums["mean_gate"] / tokens,
+            "nmse_fixed_directions": self.sums["fixed"] / tokens,
+            **{f"{name}_share": self.parts[name].value / energy for name in ("gate", "dense", "interaction", "skip")},
+            "stable_rank": self.stable_rank(),
+            "effective_units": self.sums["effective"] / tokens,
+        }
+
+    def stable_rank(self) -> float:
+        """Return the mean stable rank of the weights of the first units that were active; 0 where none was."""
+        active = self.moments.counts.nonzero().flatten().tolist()[:STABLE_RANKED]
+        return float(weight_ranks(self.layer, active)[1].sum()) / max(len(active), 1)
+
+
+def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens"]:
+    """Return ``exp(entropy(a / sum a))``: the number of equally strong units that would be as spread; 0 for none."""
+    total = values.sum(-1, keepdim=True)
+    p = values / total.clamp_min(1e-30)
+    entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
+    return torch.where(total.squeeze(-1) > 0, entropy.exp(), 0.0)
+
+
+def only(code: Code, unit: int) -> Code:
+    """Return the code with all units but one switched off."""
+    indices: Int[Tensor, "tokens k"] = code.indices
+    return code._replace(values=code.values * (indices == unit))
+
+
+def nothing(code: Code) -> Code:
+    """Return the code with all units switched off."""
+    return Code(code.values[:, :0], code.indices[:, :0])
