@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import traceback
@@ -713,6 +714,15 @@ def test_a_set_with_a_name_that_push_would_refuse_is_refused_by_pull(hub, run, c
         assert message.isprintable()
     assert not Path("checkpoints").exists() and not hub.asked("GET", "evil.*safetensors")
     assert [path.name for path in pull("org/evil", pattern="layer0-*")] == ["layer0-tc-k4", "layer0-tc-k8"]
+
+
+@pytest.mark.parametrize("folder", ["./--opt", "a b; $(touch escaped)", "it's"])
+def test_the_command_that_pull_shows_names_what_was_pulled(hub, run, capsys, folder):
+    push(run, "org/set")
+    code, out, _ = command(capsys, "pull", "org/set", folder)
+    mxd, evaluate, *places = shlex.split(out.partition("next: ")[2])
+    assert code == 0 and (mxd, evaluate) == ("mxd", "evaluate")
+    assert [Path(place) for place in places] == find_layers(Path(folder)) and not places[0].startswith("-")
 
 
 # Pulling into a folder
