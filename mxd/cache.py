@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.activations import Batch, Cursor, Mine
-from mxd.errors import MxdError
+from mxd.errors import MxdError, typed
 from mxd.model import DTYPES
 from mxd.plain import parse_json
 from mxd.progress import progress
@@ -552,7 +552,7 @@ def _held(store: Store) -> dict[str, Any]:
     """Return what a cache says it is of."""
     content = store.read("cache.json")
     if content is None:
-        raise MxdError(f"no activation cache at {store.name!r}; write one with: mxd cache CONFIG {store.name}")
+        raise MxdError(f"no activation cache at {store.name!r}; write one with: mxd cache CONFIG {typed(store.name)}")
     try:
         held = parse_json(content)
     except ValueError as error:
@@ -562,7 +562,7 @@ def _held(store: Store) -> dict[str, Any]:
     if held.get("format") != FORMAT:
         raise MxdError(
             f"the activation cache {store.name} has format {held.get('format')}, this mxd reads and writes {FORMAT}; "
-            f"delete it and write it anew: mxd cache CONFIG {store.name}"
+            f"delete it and write it anew: mxd cache CONFIG {typed(store.name)}"
         )
     return held
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from pydantic import BaseModel, ValidationError
 
-from mxd.errors import MxdError
+from mxd.errors import MxdError, printable
 from mxd.layers import ReplacementConfig
 from mxd.markdown import grid, literal
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
@@ -250,7 +250,7 @@ def _card(text: Iterable[str], members: Sequence[Member], license: str | None, t
         model_name=title if results else None,
         eval_results=results or None,
     )
-    return sayable(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+    return printable(sayable(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"))
 
 
 def _tags(members: Sequence[Member]) -> list[str]:

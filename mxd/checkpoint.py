@@ -1,6 +1,6 @@
 """Checkpoints: a trained layer as a self-describing folder. Never a pickle.
 
-config.json          the layer's config, and its provenance
+config.json          the layer's config, its provenance, and the SHA-256 of model.safetensors
 model.safetensors    its parameters
 metrics.json         what was measured when training ended
 README.md            the same for people
@@ -22,6 +22,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from warnings import warn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -30,16 +31,20 @@ from torch import Tensor
 
 from mxd import hub
 from mxd.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
-from mxd.errors import MxdError
+from mxd.errors import MxdError, MxdWarning
 from mxd.hub import HubReference
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
-from mxd.plain import parse_json, read_text, regular
+from mxd.plain import file_sha256, parse_json, read_text, regular
 
 FORMAT = 1
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")
 """What a layer's folder holds; only these are ever sent or fetched."""
 SET_FILES = ("evaluation.json", FIGURE, "README.md")
 """What may lie beside the layers of a set."""
+
+
+class UnhashedWarning(MxdWarning):
+    """A layer was saved before configs named the SHA-256 of the tensors, so nothing tells whether they are whole."""
 
 
 class Provenance(BaseModel):
@@ -118,10 +123,12 @@ def save_layer(
     if folder.exists() and not _replaceable(folder):
         raise MxdError(f"{folder} exists and holds something else; choose another folder.")
     with atomic_folder(folder) as partial:
-        config = {"format": FORMAT, "layer": layer.config.model_dump(), "provenance": provenance.model_dump()}
+        tensors = partial / "model.safetensors"
+        save_file({k: v.detach().contiguous() for k, v in layer.state_dict().items()}, tensors)
+        config = {"format": FORMAT, "tensors_sha256": file_sha256(tensors)}
+        config |= {"layer": layer.config.model_dump(), "provenance": provenance.model_dump()}
         write_json(partial / "config.json", config)
         write_json(partial / "metrics.json", dict(metrics or {}))
-        save_file({k: v.detach().contiguous() for k, v in layer.state_dict().items()}, partial / "model.safetensors")
         (partial / "README.md").write_text(layer_card(Member("", layer.config, provenance)), encoding="utf-8")
     return folder
 
@@ -132,8 +139,9 @@ def load_layer(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    verify: bool = True,
 ) -> Trained:
-    """Load a layer strictly: every tensor present, none extra, every shape right.
+    """Load a layer strictly: every bit as it was saved, every tensor present, none extra, every shape right.
 
     Args:
         path: a layer's folder, or a Hub reference ``org/name[/subfolder][@revision]`` to one.
@@ -141,6 +149,8 @@ def load_layer(
         token: access token for the Hub; by default the one of ``hf auth login`` or ``HF_TOKEN``.
         cache_dir: where downloads are kept; by default the Hub's usual cache.
         local_files_only: never ask the Hub; what is not in the cache is an error.
+        verify: compare the tensors with the SHA-256 that ``config.json`` names; where it names none there is an
+            ``UnhashedWarning``. docs/reliability.md has what it costs.
 
     Raises:
         MxdError: no checkpoint there, one that is damaged or of another format, several, or the Hub cannot be reached.
@@ -149,7 +159,7 @@ def load_layer(
     if len(found) > 1:
         names = ", ".join(map(layer_name, found))
         raise MxdError(f"{str(path)!r} holds {len(found)} layers; add the name of one, or use load_layers: {names}.")
-    return _load(found[0])
+    return _load(found[0], verify)
 
 
 from_pretrained = load_layer
@@ -163,18 +173,21 @@ def load_layers(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    verify: bool = True,
 ) -> dict[str, Trained]:
     """Load a set of layers, whole or by a pattern of their folders' names (``*-k32``), strictly: name -> layer.
 
     Arguments and errors as ``load_layer``.
     """
     found = find_layers(path, pattern, revision, token, cache_dir, local_files_only)
-    return {layer_name(folder): _load(folder) for folder in found}
+    return {layer_name(folder): _load(folder, verify) for folder in found}
 
 
-def _load(folder: Path) -> Trained:
+def _load(folder: Path, verify: bool = True) -> Trained:
     config, provenance = read_layer(folder)
     try:
+        if verify:
+            _compare(folder)
         tensors = load_file(regular(folder / "model.safetensors"))
     except (OSError, SafetensorError) as error:
         raise MxdError(
@@ -193,6 +206,32 @@ def _load(folder: Path) -> Trained:
         if not bool(parameter.isfinite().all()):
             raise MxdError(f"{folder}: {name} holds values that are no finite numbers. Copy or download it again.")
     return Trained(layer.eval().requires_grad_(False), provenance, folder)
+
+
+def _compare(folder: Path) -> None:
+    """Compare a layer's tensors with the SHA-256 that its config names.
+
+    Raises:
+        MxdError: it is another.
+        OSError: the tensors cannot be read.
+    """
+    config, file = read_config(folder), folder / "model.safetensors"
+    if "tensors_sha256" not in config:
+        warn(
+            f"{folder}/config.json, saved by an earlier version of mxd, names no SHA-256 of model.safetensors: whether "
+            "that is as it was saved cannot be told.",
+            UnhashedWarning,
+            stacklevel=4,
+        )
+        return
+    found = file_sha256(file)
+    if found != config["tensors_sha256"]:
+        cached = hub.cached_reference(folder) is not None
+        remedy = f"Delete {file.resolve()} and download it" if cached else "Copy or download the checkpoint"
+        raise MxdError(
+            f"{file} is not what was saved: its SHA-256 is {found}, config.json names {config['tensors_sha256']}. "
+            f"{remedy} again."
+        )
 
 
 def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
@@ -256,6 +295,13 @@ def find_layers(
     access = (token, cache_dir, local_files_only)
     folder = hub.download(reference, ("config.json", "*/config.json"), *access)
     found = _layers_in(folder, pattern, str(reference))
+    for layer in found:
+        if layer != folder and not hub.is_name(layer.name):
+            raise MxdError(
+                f"{reference} holds a layer in a folder called {layer.name!r}; a name is made of letters, digits, '.', "
+                "'_', '+', '=' and '-' and begins with one of the first two. Choose the others with a pattern, or ask "
+                "the author to rename it."
+            )
     for layer in found:
         read_config(layer)
     if weights:
@@ -408,6 +454,8 @@ def pull(
     if wanted is None:
         raise MxdError(f"{reference!r} is not on the Hub; expected org/name[/subfolder][@revision].")
     found = find_layers(reference, pattern, revision, token, cache_dir, local_files_only)
+    for source in found:
+        _load(source)
     target = Path(folder) if folder is not None else Path("checkpoints", wanted.name)
     at = hub.cached_reference(found[0])
     single = at is not None and at.subfolder == wanted.subfolder
@@ -418,8 +466,6 @@ def pull(
     for copy, source in beside.items():
         if copy.exists() and not cmp(source, copy, shallow=False):
             raise _taken(copy)
-    for source in missing.values():
-        _load(source)
     for copy, source in missing.items():
         with atomic_folder(copy) as partial:
             for name in _layer_files(source):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from cyclopts import App, Parameter
 
 from mxd import __version__
-from mxd.errors import MxdError
+from mxd.errors import MxdError, printable, typed
 
 if TYPE_CHECKING:
     from mxd.evaluation.checkpoints import Subject
@@ -96,7 +96,7 @@ def train(
 
     overrides += ("--training.deterministic", "true") if deterministic else ()
     folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
-    _say(f"done: {folder}\nnext: mxd evaluate {folder}")
+    _say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
 
 
 @app.command
@@ -123,7 +123,7 @@ def cache(
     from mxd.stream import cache_activations
 
     cache_activations(load_config(config, overrides), folder, dtype=dtype, worker=_worker(worker))
-    _say(f"done: {folder}\nnext: mxd train {config} --data.cache {folder} (with the same overrides)")
+    _say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
 
 
 @app.command
@@ -631,7 +631,7 @@ def push(
 
     _draw(checkpoint)
     done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
-    _say(f"pushed: {done.url}\nrevision: {done.revision}\nnext: mxd info {repo}@{done.revision}")
+    _say(f"pushed: {done.url}\nrevision: {done.revision}\nnext: mxd info {typed(f'{repo}@{done.revision}')}")
 
 
 @app.command
@@ -648,7 +648,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
     places = fetch(reference, folder, pattern)
     for place in places:
         _say(f"pulled: {place}")
-    _say(f"next: mxd evaluate {' '.join(map(str, places))}")
+    _say(f"next: mxd evaluate {typed(*places)}")
 
 
 def _draw(folder: Path) -> None:
@@ -691,7 +691,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     folder = run_training(config, resume=interrupted)
     found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
     with atomic_file(folder / "table.md") as file:
-        file.write_text(markdown_tables(found), encoding="utf-8")
+        file.write_text(printable(markdown_tables(found)), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")
     save_results(found, marker)
     _show(found)
@@ -699,16 +699,11 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from mxd.report.tables import tasks_table, terminal_tables
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(*terminal_tables(found))
+    _print(*terminal_tables(found))
     if "lm_eval" in found:
-        console.print(tasks_table(found["lm_eval"]))
+        _print(tasks_table(found["lm_eval"]))
 
 
 def _save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
@@ -722,11 +717,9 @@ def _save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Pat
 
 
 def _print(*lines: Any) -> None:
-    from rich.console import Console
+    from mxd.progress import PlainConsole
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = PlainConsole()
     for line in lines:
         console.print(line)
 
@@ -765,7 +758,7 @@ def _worker(text: str | None) -> tuple[int, int] | None:
 
 def _say(text: str) -> None:
     if not _rank():
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable(text) + "\n")
 
 
 def _rank() -> int:
@@ -802,7 +795,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a full disk, a lost mount: what is on disk stays as it was
-        sys.stderr.write(f"mxd: {errors.redact(str(error))}\n")
+        sys.stderr.write(f"mxd: {errors.printable(errors.redact(str(error)))}\n")
         sys.exit(1)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from mxd.errors import MxdError, unknown
-from mxd.model import bundled_path
+from mxd.model import bundled
 from mxd.plain import parse_json, read_text, regular, sayable
 
 SPLITS = ("train", "validation", "test")
@@ -56,7 +56,7 @@ def documents(
     if source == "bundled":
         if split not in SPLITS:
             raise unknown("split", split, SPLITS)
-        return list(_read_file(bundled_path("text") / f"{split}.parquet", column))
+        return list(_read_file(bundled(f"text/{split}.parquet"), column))
     path = Path(source)
     try:
         if path.exists():

@@ -3,13 +3,14 @@
 import os
 import re
 from collections.abc import Iterable
+from shlex import quote
 
 _USER = re.compile(r"(\w://)(?:[^\s:/@]*:\S*@|[^\s/]*@)")
 _QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*")
 _KEY = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b")
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)$", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What could move a terminal's cursor or change its title, out of a file that a message quotes."""
+"""What could move a terminal's cursor or change its title, out of a file that a text quotes."""
 LONGEST = 8000
 """Characters of a message; of a longer one the middle is left out."""
 SHORTEST = 8
@@ -32,6 +33,26 @@ def redact(text: str) -> str:
     return _KEY.sub("<secret>", text)
 
 
+def printable(text: str) -> str:
+    r"""Return a text with a mark in the place of each control character; line ends and tabs stay.
+
+    Whatever goes to a terminal or into a file for people passes through here once, at the end.
+
+    >>> printable("layer\x1b[2J")
+    'layer\ufffd[2J'
+    """
+    return _CONTROL.sub("\ufffd", text)
+
+
+def typed(*words: object) -> str:
+    """Return the words of a command that a person may copy: quoted for a shell, no path taken for an option.
+
+    >>> "mxd evaluate " + typed("runs/a b", "-x", "$(date)")
+    "mxd evaluate 'runs/a b' ./-x '$(date)'"
+    """
+    return " ".join(quote(f"./{word}" if str(word).startswith("-") else str(word)) for word in words)
+
+
 class MxdError(Exception):
     """A problem the user can fix: the message says what was got, what was expected, and the remedy, never a secret."""
 
@@ -40,10 +61,17 @@ class MxdError(Exception):
     """Whether all processes of a launch raise it at the same place, so that one of them may speak for all."""
 
     def __init__(self, message: str = "") -> None:
-        message = _CONTROL.sub("\ufffd", redact(message))
+        message = printable(redact(message))
         if len(message) > LONGEST:
             message = f"{message[: LONGEST - 1000]} ... {message[-900:]}"
         super().__init__(message)
+
+
+class MxdWarning(UserWarning):
+    """Something to know that stops nothing. Quiet: ``warnings.simplefilter("ignore", MxdWarning)``."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(redact(message)))
 
 
 class SharedError(MxdError):

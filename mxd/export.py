@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData, save_torch_state_dict
 from torch import Tensor, nn
 
 from mxd.checkpoint import FORMAT, Trained, atomic_folder, load_layer, load_layers, read_json, versions, write_json
-from mxd.errors import MxdError
+from mxd.errors import MxdError, printable
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
 from mxd.splice import Replacement, SplicedMLP, Where, spliced
@@ -58,7 +58,7 @@ def export_model(
         module: Any = frozen.module
         save_torch_state_dict(tensors, partial, shared_tensors_to_discard=[*module.all_tied_weights_keys])
         (partial / CODE).write_text(code, encoding="utf-8")
-        (partial / "README.md").write_text(_card(frozen, mlps), encoding="utf-8")
+        (partial / "README.md").write_text(printable(_card(frozen, mlps)), encoding="utf-8")
         module.generation_config.to_json_file(partial / "generation_config.json")
         if frozen.tokenizer is not None:
             frozen.tokenizer.save_pretrained(partial)

@@ -69,7 +69,7 @@ class HubReference:
             raise wrong
         found = cls(match["repo"], match["subfolder"] or "", match["revision"])
         parts = [part for part in (found.subfolder, found.revision) if part]
-        if not all(_NAME.fullmatch(name) and ".." not in name for part in parts for name in part.split("/")):
+        if not all(is_name(name) for part in parts for name in part.split("/")):
             raise wrong
         try:
             validate_repo_id(found.repo)
@@ -105,6 +105,11 @@ class Pushed:
     """Where people see it: the repository, or the pull request."""
     revision: str
     """The commit that first held these files: what a card or a paper should point to."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a folder may be called so: nothing that leads elsewhere, that a shell obeys, or that no person sees."""
+    return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def reference_of(source: str | Path, revision: str | None = None) -> HubReference | None:

@@ -4,6 +4,7 @@ What is wrong with them is a ``ValueError`` or an ``OSError`` that says so in on
 """
 
 import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,16 @@ def regular(path: Path) -> Path:
     if not is_regular:
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
     return path
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of an ordinary file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with regular(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, most: int | None = None) -> str:

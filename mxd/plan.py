@@ -21,7 +21,7 @@ from mxd.layers.sparsity import TopKConfig
 from mxd.losses import normalize, squared_error
 from mxd.machine import free_disk, free_memory, resident
 from mxd.meter import Cost, meter
-from mxd.model import DTYPES, FrozenModel, bundled_path, outline, pick_device, wrap
+from mxd.model import DTYPES, FrozenModel, bundled, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
 from mxd.progress import console
 
@@ -322,7 +322,7 @@ def _text_bytes(config: RunConfig) -> int:
 
     if config.data.cache is not None:
         return 0
-    source = bundled_path("text") / "train.parquet" if config.data.source == "bundled" else Path(config.data.source)
+    source = bundled("text/train.parquet") if config.data.source == "bundled" else Path(config.data.source)
     files = [source] if source.is_file() else list(source.glob("*")) if source.is_dir() else []
     total = 0
     for file in files:

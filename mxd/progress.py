@@ -2,13 +2,39 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
-console = Console(stderr=True, highlight=False)
+from mxd.errors import printable
+
+
+class PlainConsole(Console):
+    """A console to which text is text: markup and codes of emoji stand as they are, and control characters do nothing.
+
+    Where no terminal is known, 160 columns.
+    """
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+        if not self.is_terminal:
+            self.width = 160
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a text of a string, as wide as it will be shown."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as any console does; the text that comes out is printable, also that of ready-made texts."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+console = PlainConsole(stderr=True)
 
 
 @runtime_checkable
@@ -65,7 +91,8 @@ def _lines(title: str, total: int, unit: str, done: int) -> Advance:
             elapsed = time.monotonic() - start
             rate = (done - before) / max(elapsed, 1e-9)
             left = (total - done) / max(rate, 1e-9)
-            sys.stderr.write(f"{title}: {done:,}/{total:,} {unit}, {rate:,.0f} {unit}/s, {left:,.0f} s left {note}\n")
+            line = f"{title}: {done:,}/{total:,} {unit}, {rate:,.0f} {unit}/s, {left:,.0f} s left {note}"
+            sys.stderr.write(printable(line) + "\n")
             sys.stderr.flush()
 
     return advance

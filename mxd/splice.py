@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mxd.checkpoint import Provenance, Trained, load_layer
-from mxd.errors import MxdError
+from mxd.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, wrap
 
@@ -25,7 +25,7 @@ Where = str | Path
 """Where a layer with its provenance lies: its folder, or a Hub reference ``org/name[/subfolder][@revision]``."""
 
 
-class RevisionWarning(UserWarning):
+class RevisionWarning(MxdWarning):
     """A replacement was trained on another revision of the base model, whose MLP is the same."""
 
 

@@ -5,7 +5,6 @@ state/step-000001000/state.json        everything else
 state/step-000001000/manifest.json     size and SHA-256 of each of those files
 """
 
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import Tensor
 from mxd.checkpoint import clear_partials, partial_name, publish, read_json, settle, write_json, writing
 from mxd.distributed import ALONE, Processes
 from mxd.errors import MxdError
-from mxd.plain import regular
+from mxd.plain import file_sha256, regular
 from mxd.progress import console
 
 FORMAT = 2
@@ -192,7 +191,7 @@ def _compare(file: Path, written: Written) -> None:
     size = regular(file).stat().st_size
     if size != written.bytes:
         raise _Damaged(f"{file.name} has {size:,} bytes, {written.bytes:,} were written")
-    if _sha256(file) != written.sha256:
+    if file_sha256(file) != written.sha256:
         raise _Damaged(f"{file.name} has another SHA-256 than when it was written")
 
 
@@ -204,12 +203,7 @@ def _write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Writt
 
 def _settled(file: Path) -> Written:
     settle(file)
-    return Written(bytes=file.stat().st_size, sha256=_sha256(file))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    return Written(bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 def _states(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ file is a file of this machine: the one that is there, or a copy that goes away 
 """
 
 import functools
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from mxd.checkpoint import atomic_file, is_partial, writing
 from mxd.errors import MxdError, redact
-from mxd.plain import regular
+from mxd.plain import file_sha256, regular
 
 Location = str | Path
 """A folder of this machine, or a URL."""
@@ -148,8 +147,7 @@ def sha256(path: Path) -> str:
 
 @functools.cache
 def _sha256(path: Path, *unchanged: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(path)
 
 
 def _reason(error: Exception) -> str:

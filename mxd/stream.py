@@ -20,7 +20,7 @@ from mxd.cache import (
 from mxd.config import RunConfig
 from mxd.data import documents, special_ids, token_blocks
 from mxd.distributed import ALONE, Processes, launched, local_device
-from mxd.errors import MxdError
+from mxd.errors import MxdError, typed
 from mxd.model import FrozenModel, load_frozen
 from mxd.store import Location
 
@@ -132,7 +132,8 @@ def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: S
     if held < training.steps * training.batch_tokens:
         raise MxdError(
             f"the activation cache {location} holds {held:,} tokens, the run asks for {training.tokens:,}; lower "
-            f"training.tokens, set data.mix_shards to read it several times, or go on with: mxd cache CONFIG {location}"
+            f"training.tokens, set data.mix_shards to read it several times, or go on with: mxd cache CONFIG "
+            f"{typed(location)}"
         )
     return cached_batches(location, share.layers, start, base.device, part)
 

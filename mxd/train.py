@@ -34,7 +34,7 @@ from mxd.checkpoint import (
 )
 from mxd.config import RunConfig, dump_config
 from mxd.distributed import Processes, launched
-from mxd.errors import MxdError, SharedError
+from mxd.errors import MxdError, SharedError, typed
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import ReplacementLayer
 from mxd.lock import LOCK_FILE, locked
@@ -222,7 +222,7 @@ class _Run:
     def stopped(self, stop: Stop) -> Interrupted:
         return stop.error(
             f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
-            f"To continue: mxd train {self.config.folder / 'config.yaml'} --resume"
+            f"To continue: mxd train {typed(self.config.folder / 'config.yaml')} --resume"
         )
 
     def check_losses(self) -> None:
@@ -403,7 +403,7 @@ def _claim(config: RunConfig, resume: bool) -> None:
     if resume and existing.read_text(encoding="utf-8") != dump_config(config):
         raise MxdError(
             f"{existing} differs from this config, so the run cannot continue as it was. "
-            f"Resume with: mxd train {existing} --resume"
+            f"Resume with: mxd train {typed(existing)} --resume"
         )
     clear_partials(folder)
 

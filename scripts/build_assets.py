@@ -430,7 +430,10 @@ def build_model(name: str, steps: int) -> None:
 
 
 def record(entry: dict[str, Any]) -> None:
-    """Merge an entry into ``assets.json``; refresh versions, and size and SHA-256 of every built file."""
+    """Merge an entry into ``assets.json``; refresh versions, and size and SHA-256 of every built file.
+
+    mxd opens no file that differs from them.
+    """
     manifest: dict[str, Any] = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
     models = manifest.get("models", {}) | entry.get("models", {})
     modules = (torch, transformers, tokenizers, pyarrow, np)

@@ -1,22 +1,27 @@
 """Checkpoints: what is saved comes back, what is damaged is refused, and a failure loses nothing."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
 import stat
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from damage import fit_hash, flipped, forget_hash
 from safetensors.torch import load_file, save_file
 
 from mxd.checkpoint import (
     Provenance,
+    UnhashedWarning,
     atomic_folder,
     find_layers,
     fit_tensors,
     load_layer,
+    load_layers,
     save_layer,
 )
 from mxd.errors import MxdError
@@ -164,6 +169,7 @@ def test_wrong_tensors_are_refused_and_named(saved, damage):
     if damage == "shape":
         tensors["gate"] = tensors["gate"].T.contiguous()
     save_file(tensors, path)
+    fit_hash(saved)
     message = {
         "missing": r"missing tensors: \['gate'\]; unexpected tensors: none",
         "extra": r"missing tensors: none; unexpected tensors: \['b_dec'\]",
@@ -182,6 +188,9 @@ def test_fit_tensors_accepts_what_fits():
 def test_truncated_tensors_are_refused(saved, keep):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(MxdError, match=r"model.safetensors is not what was saved: its SHA-256 is .*again"):
+        load_layer(saved)
+    fit_hash(saved)
     with pytest.raises(MxdError, match=r"cannot read .*model.safetensors.*again"):
         load_layer(saved)
 
@@ -205,9 +214,11 @@ class Malicious:
 def test_a_pickle_is_refused_and_not_run(saved):
     trace = saved / "ran"
     (saved / "model.safetensors").write_bytes(pickle.dumps(Malicious(trace)))
+    fit_hash(saved)
     with pytest.raises(MxdError, match=r"cannot read .*model.safetensors"):
         load_layer(saved)
     torch.save(Malicious(trace), saved / "model.safetensors")
+    fit_hash(saved)
     with pytest.raises(MxdError, match=r"cannot read .*model.safetensors"):
         load_layer(saved)
     assert not trace.exists()
@@ -246,6 +257,67 @@ def test_no_checkpoint_there(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(MxdError, match=r"no checkpoint at .* expected a folder with config.json"):
             load_layer(path)
+
+
+# The tensors' hash
+
+
+def test_the_config_names_the_hash_of_the_tensors(saved):
+    config = json.loads((saved / "config.json").read_text())
+    assert config["tensors_sha256"] == hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_no_flipped_bit_is_accepted(saved):
+    path = saved / "model.safetensors"
+    numbers = 8 + int.from_bytes(path.read_bytes()[:8], "little")  # behind the header: what nothing else would notice
+    seen = 0
+    for bit in flipped(path, 300):
+        with pytest.raises(MxdError, match=r"model\.safetensors is not what was saved: .* checkpoint again\."):
+            load_layer(saved)
+        seen += bit >= 8 * numbers
+    assert seen > 100
+    assert torch.equal(load_layer(saved).layer.decoder, make().decoder)
+
+
+def test_in_a_set_the_damaged_layer_is_named(tmp_path):
+    for name in ("a", "b"):
+        save_layer(tmp_path / "run" / name, make(), PROVENANCE)
+    for _ in flipped(tmp_path / "run" / "b" / "model.safetensors", 1):
+        with pytest.raises(MxdError, match=r"run/b/model\.safetensors is not what was saved"):
+            load_layers(tmp_path / "run")
+        assert list(load_layers(tmp_path / "run", "a")) == ["a"]
+
+
+def test_the_comparison_can_be_left_out_in_python(saved):
+    last = 8 * (saved / "model.safetensors").stat().st_size - 1
+    tensors = bytearray((saved / "model.safetensors").read_bytes())
+    tensors[last // 8] ^= 1  # the sign or a digit of the last number
+    (saved / "model.safetensors").write_bytes(tensors)
+    with pytest.raises(MxdError, match="not what was saved"):
+        load_layer(saved)
+    assert load_layer(saved, verify=False).provenance == PROVENANCE
+    assert list(load_layers(saved, verify=False)) == ["layer"]
+
+
+@pytest.mark.parametrize("value", [None, 5, "", "0" * 64, ["0" * 64], {"x": 1}])
+def test_a_hash_that_is_none_does_not_fit(saved, value):
+    edit(saved / "config.json", lambda config: config.update(tensors_sha256=value))
+    with pytest.raises(MxdError, match="not what was saved"):
+        load_layer(saved)
+
+
+def test_a_layer_saved_before_there_were_hashes_loads_with_one_warning(saved):
+    forget_hash(saved)
+    with pytest.warns(
+        UnhashedWarning, match=r"layer/config\.json, .*, names no SHA-256 of model\.safetensors"
+    ) as found:
+        layer = load_layer(saved).layer
+    assert torch.equal(layer.decoder, make().decoder)
+    assert [each.category for each in found] == [UnhashedWarning]
+    load_layer(saved, verify=False)  # a warning would be an error here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnhashedWarning)
+        load_layer(saved)
 
 
 # Atomic writes

@@ -1,8 +1,12 @@
 """The command line, in process: exit codes, messages without tracebacks, files left behind."""
 
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -130,6 +134,38 @@ def test_mistakes_end_in_one_clear_message(
     assert not Path("nowhere").exists()
 
 
+def test_commands_to_copy_are_words_of_a_shell(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("mxd.train")
+
+    def shown(text: str, before: str) -> list[str]:
+        return shlex.split(text.partition(before)[2].partition("\n")[0].removesuffix("."))
+
+    place, step = tmp_path / "a b; $(touch escaped)", module.train_step
+    words = ["train", str(config), "--out", str(place), "--run", "r", "--replacements.0.sparsity.k", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train_step", lambda *a: (os.kill(os.getpid(), signal.SIGTERM), step(*a))[1])
+        code, _, err = mxd(capsys, *words)
+    again = ["mxd", "train", str(place / "r" / "config.yaml"), "--resume"]
+    assert code == 0 and shown(err, "To continue: ") == again
+    code, _, err = mxd(capsys, *words, "--seed", "7", "--resume")
+    assert code == 1 and shown(err, "Resume with: ") == again
+    code, out, _ = mxd(capsys, *again[1:])
+    assert code == 0 and shown(out, "next: ") == ["mxd", "evaluate", str(place / "r")]
+    code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "no where"))
+    assert code == 1 and shown(err, "write one with: ") == ["mxd", "cache", "CONFIG", str(place / "no where")]
+    code, out, _ = mxd(capsys, "cache", str(config), str(place / "c"))
+    told = shown(out.replace(" (with the same overrides)", ""), "next: ")
+    assert code == 0 and told == ["mxd", "train", str(config), "--data.cache", str(place / "c")]
+    code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "c"), "--training.tokens", "2048")
+    assert code == 1 and shown(err, "go on with: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
+    held = json.loads((place / "c" / "cache.json").read_text())
+    (place / "c" / "cache.json").write_text(json.dumps(held | {"format": 0}))
+    code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "c"))
+    assert code == 1 and shown(err, "write it anew: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
+
+
 def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -185,7 +221,6 @@ def test_demo_leaves_table_and_figure(
     training = CONFIG.split("\n")[-2].replace("training: {", "training: {accumulation: 1, ")
     small.write_text(text.replace("expansion: 32", "expansion: 9").split("training:")[0] + training)
     monkeypatch.setattr("mxd.model.bundled_path", lambda name: small if name == "demo.yaml" else bundled_path(name))
-    monkeypatch.setattr("mxd.data.bundled_path", bundled_path)
     monkeypatch.setattr("mxd.cli.DEMO_TOKENS", 256)
     for _ in range(2):  # the second replaces the first
         code, out, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")

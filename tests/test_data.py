@@ -3,16 +3,20 @@
 import copy
 import errno
 import json
+import shutil
 from collections import Counter
 from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import flipped
 from datasets import Dataset, load_dataset
 
 from mxd.data import documents, mask_of, special_ids, token_blocks, token_folder
 from mxd.errors import MxdError
+from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
+from mxd.model import BUNDLED, bundled, bundled_path, load_frozen, outline
 
 
 class Letters:
@@ -527,3 +531,69 @@ def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
     assert next(stream) == "one"
     with pytest.raises(MxdError, match="reading 'a/b' failed"):
         next(stream)
+
+
+# What mxd came with
+
+
+@pytest.fixture
+def assets(tmp_path, monkeypatch):
+    """A copy of the bundled files, in their place."""
+    shutil.copytree(bundled_path(""), tmp_path / "assets")
+    monkeypatch.setattr("mxd.model.bundled_path", lambda name: tmp_path / "assets" / name)
+    bundled.cache_clear()
+    yield tmp_path / "assets"
+    bundled.cache_clear()
+
+
+def test_every_bundled_file_is_known_and_whole(assets):
+    folders = ("text", "probing", *BUNDLED)
+    known = json.loads((assets / "assets.json").read_text())["files"]
+    there = {str(file.relative_to(assets)) for folder in folders for file in (assets / folder).iterdir()}
+    assert there == set(known) and len(there) == 21
+    for name in (*folders, *known):
+        assert bundled(name) == assets / name
+
+
+def test_no_flipped_bit_of_the_bundled_text_is_read(assets):
+    for _ in flipped(assets / "text" / "validation.parquet", 120):
+        with pytest.raises(MxdError, match=r"text/validation\.parquet is not what mxd came with: .*Install mxd again"):
+            documents("bundled", "validation")
+    assert len(list(documents("bundled", "validation"))) == 139
+
+
+@pytest.mark.parametrize("name", BUNDLED_SETS)
+def test_no_flipped_bit_of_a_bundled_set_is_read(assets, name):
+    for _ in flipped(assets / "probing" / f"{name}.parquet", 40):
+        with pytest.raises(MxdError, match=rf"probing/{name}\.parquet is not what mxd came with"):
+            labelled_texts(name)
+    assert len(labelled_texts(name).texts) > 100
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_no_flipped_bit_of_a_bundled_model_is_read(assets, file):
+    for _ in flipped(assets / "tiny-llama" / file, 5):
+        for load in (load_frozen, outline):
+            with pytest.raises(MxdError, match=rf"tiny-llama/{file} is not what mxd came with"):
+                load("tiny-llama")
+    assert load_frozen("tiny-llama", device="cpu").num_layers == 6
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {}}', '{"files": {"text/test.parquet": 1}}'])
+def test_bundled_files_without_their_list_are_not_read(assets, text):
+    (assets / "assets.json").write_text(text)
+    with pytest.raises(MxdError, match=r"cannot read the files that mxd came with: .*Install mxd again"):
+        documents("bundled", "test")
+    (assets / "assets.json").unlink()
+    with pytest.raises(MxdError, match=r"cannot read the files that mxd came with: .*assets\.json"):
+        documents("bundled", "test")
+
+
+def test_a_bundled_file_is_compared_once_in_a_process(assets, monkeypatch):
+    from mxd import model
+
+    read = []
+    monkeypatch.setattr(model, "file_sha256", lambda path, old=model.file_sha256: read.append(path) or old(path))
+    for _ in range(3):
+        documents("bundled", "test")
+    assert read == [assets / "text" / "test.parquet"]

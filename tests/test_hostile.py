@@ -3,33 +3,44 @@
 What `scripts/fuzz.py` has found stands here case by case, and a short part of the fuzz itself.
 """
 
+import io
 import json
 import os
 import pickle
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from command import mxd as command
+from damage import fit_hash
+from rich.table import Table
+from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 import mxd
 from mxd.checkpoint import Provenance, load_layer, load_layers, read_json, save_layer
 from mxd.config import RunConfig, load_config, parse_config
 from mxd.data import documents
-from mxd.errors import MxdError, redact
+from mxd.errors import MxdError, MxdWarning, printable, redact, typed
 from mxd.evaluation.labelled import labelled_texts
 from mxd.formats.base import Settings, read_settings, read_tensors
 from mxd.layers import parse_layer
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.plain import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
+from mxd.progress import PlainConsole
+from mxd.splice import RevisionWarning
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
+ENCODER = {"activation": "gelu", "glu": False, "sparsity": {"kind": "topk", "k": 2}}
 CONFIG = {"replacements": [{"method": "transcoder", "num_units": 8}]}
 
 
@@ -89,6 +100,7 @@ def test_weights_that_are_no_numbers_are_refused(layer, value):
     tensors = load_file(layer / "model.safetensors")
     tensors["decoder"][1, 2] = value
     save_file(tensors, layer / "model.safetensors")
+    fit_hash(layer)
     with pytest.raises(MxdError, match="decoder holds values that are no finite numbers"):
         load_layer(layer)
 
@@ -98,6 +110,7 @@ def test_whole_numbers_in_the_place_of_weights_are_refused(layer, dtype):
     tensors = load_file(layer / "model.safetensors")
     tensors["decoder"] = tensors["decoder"].to(dtype)
     save_file(tensors, layer / "model.safetensors")
+    fit_hash(layer)
     with pytest.raises(MxdError, match=rf"decoder is {dtype}, expected torch.float32"):
         load_layer(layer)
 
@@ -105,6 +118,7 @@ def test_whole_numbers_in_the_place_of_weights_are_refused(layer, dtype):
 def test_half_precision_weights_are_read_as_they_always_were(layer):
     tensors = load_file(layer / "model.safetensors")
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, layer / "model.safetensors")
+    fit_hash(layer)
     loaded = load_layer(layer).layer
     assert loaded.encoder.dtype == torch.float32
     assert torch.equal(loaded.encoder, tensors["encoder"].bfloat16().float())
@@ -201,7 +215,7 @@ def test_a_pickle_offered_as_anything_is_refused_and_does_not_run(layer, tmp_pat
 
     readers = [
         lambda: FORMATS["reference"].read(path),
-        lambda: load_layer(offered("model.safetensors")),
+        lambda: load_layer(offered("model.safetensors"), verify=False),
         lambda: load_layer(offered("config.json")),
         lambda: load_config(path),
         lambda: FORMATS["sparsify"].read(offered("cfg.json")),
@@ -408,6 +422,91 @@ def test_nothing_a_command_writes_or_prints_holds_a_secret(secrets, tmp_path, la
     texts = [done.stderr, *(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())]
     for secret in secrets:
         assert not [text[:3000] for text in texts if secret in text], secret
+
+
+# Control characters
+
+
+HOSTILE = "\x1b[2J\x1b]0;t\x07 [/b] \x9b1m :bomb: \x7f\x08"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def test_a_printable_text_has_marks_in_their_place():
+    assert printable(HOSTILE) == "\ufffd[2J\ufffd]0;t\ufffd [/b] \ufffd1m :bomb: \ufffd\ufffd"
+    assert printable("Größe\t漢字\nüber 😀") == "Größe\t漢字\nüber 😀"
+    assert not CONTROL.search(str(MxdError(HOSTILE)) + str(MxdWarning(HOSTILE)))
+    with pytest.warns(RevisionWarning) as found:
+        warnings.warn(HOSTILE, RevisionWarning, stacklevel=1)
+    assert str(found[0].message) == printable(HOSTILE)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_console_shows_text_as_text_and_keeps_its_own_styles(monkeypatch, terminal):
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    console = PlainConsole()
+    console.file = io.StringIO()
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE)
+    for shown in (HOSTILE, Text(HOSTILE), Text("bold", style="bold"), table):
+        console.print(shown)
+    said = console.file.getvalue()
+    assert ("\x1b[1mbold\x1b[0m" in said) == terminal
+    own = re.sub(r"\x1b\[[\d;]*m", "", said) if terminal else said
+    assert not CONTROL.search(own)
+    assert own.count("[/b] \ufffd1m :bomb:") == 5
+    widths = {len(line) for line in own.splitlines() if line[0] in "┏┃┡│└"}
+    assert len(widths) == 1 and max(widths) == len(printable(HOSTILE)) + 4  # no cell is cut
+
+
+def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2):
+    """Those of a config's provenance, of names on the disk, of prompts and of texts."""
+    run = tmp_path / f"run {HOSTILE.replace('/', '')}"
+    config = parse_layer({"method": "mxd", "d_in": 128, "d_out": 128, "num_units": 60, "hidden": 16, **ENCODER})
+    data = {"source": str(written(tmp_path / f"{HOSTILE.replace('/', '')}.txt", f"one {HOSTILE} word " * 400))}
+    about = Provenance(
+        model=f"$tiny {HOSTILE}$",
+        revision=None,
+        layer=1,
+        fingerprint=trained_gpt2.fingerprint(1),
+        input_convention=HOSTILE,
+        data=data | {"split": "train", "context": 16},
+        training={"recipe": HOSTILE},
+        versions={HOSTILE: HOSTILE},
+    )
+    save_layer(run / f"layer1 {HOSTILE.replace('/', '')}", config.build(), about)
+    told, on = "", ["--model", "tiny-gpt2", "--source", "bundled", "--tokens", "64"]
+    for words in (
+        ["evaluate", run, *on],
+        ["generate", run, *on[:-1], "2", "--prompt", f"The {HOSTILE}"],
+        ["units", run, *on, "--top", "1"],
+        ["structure", run, *on, "--experts", "2", "--prompt", f"The {HOSTILE}"],
+        ["info", run],
+        ["report", run],
+        ["push", run, "org/name"],
+        ["convert", run, tmp_path / HOSTILE, "--to", "sparsify", *on],
+        ["train", written(tmp_path / "\x1b[2J.yaml", "x: \x07")],
+    ):
+        code, out, err = command(capsys, *words)
+        assert code == (words[0] in ("push", "convert", "train")), err
+        told += out + err
+    assert not CONTROL.search(told)
+    assert told.count("\ufffd[2J") > 10
+    files = [path for path in run.rglob("*") if path.suffix in (".md", ".html", ".json")]
+    assert {path.name for path in files} >= {"README.md", "report.html", "report.md", "evaluation.json", "config.json"}
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not CONTROL.search(text.replace("\x7f", "") if path.suffix == ".json" else text), path.name
+        assert "2J" in text or path.name == "metrics.json", path.name
+
+
+def test_words_of_commands_are_quoted():
+    for words in (
+        ["a b", "$(touch x)", "`x`", "it's", "a;b", "*", ""],
+        ["s3://bucket/a", "org/name@main", "checkpoints/r"],
+    ):
+        assert shlex.split(typed(*words)) == words
+    assert typed("checkpoints/r", "s3://b/c") == "checkpoints/r s3://b/c"
+    assert shlex.split(typed(Path("--opt"), "-x y")) == ["./--opt", "./-x y"]
 
 
 # The fuzz

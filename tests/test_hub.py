@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import traceback
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from command import mxd as run_mxd
+from damage import flipped, forget_hash
 from huggingface_hub import ModelCard, close_session, constants
 from loopback_hub import Blob, LoopbackHub, Repo
 
 import mxd
-from mxd.checkpoint import Provenance, find_layers, load_layer, load_layers, pull, push, save_layer
+from mxd.checkpoint import Provenance, UnhashedWarning, find_layers, load_layer, load_layers, pull, push, save_layer
 from mxd.errors import MxdError
 from mxd.hub import HubReference, cached_reference, reference_of
 from mxd.layers.sparsity import TopKConfig
@@ -494,7 +496,11 @@ PULL = {
         "org/one",
         "no such file on the Hub",
     ),
-    "interrupted": (fault("GET", "safetensors", cut=10**9), "org/broken", "cannot read .*model.safetensors.*again"),
+    "interrupted": (
+        fault("GET", "safetensors", cut=10**9),
+        "org/broken",
+        r"model.safetensors is not what was saved: .*Delete .*/blobs/\w+ and download it again",
+    ),
     "disk full": (full_cache, "org/one", "the disk is full .*free space, or move the cache with HF_HOME.*no half file"),
     "strange": (
         fault("GET", "/api/models", 418, message="a\nteapot"),
@@ -630,11 +636,93 @@ def test_damaged_weights_are_refused(hub, single, damage):
     weights = files.pop("model.safetensors")
     push_damaged = {"missing": {}, "half": {"model.safetensors": weights[:-4]}, "other": {"model.safetensors": b"{}"}}
     serve(hub, "org/bad", files | push_damaged[damage])
-    with pytest.raises(MxdError, match=r"cannot read .*model.safetensors"):
+    message = r"cannot read .*model.safetensors" if damage == "missing" else "model.safetensors is not what was saved"
+    with pytest.raises(MxdError, match=message):
         mxd.from_pretrained("org/bad")
-    with pytest.raises(MxdError, match=r"cannot read .*model.safetensors"):
+    with pytest.raises(MxdError, match=message):
         pull("org/bad")
     assert not Path("checkpoints").exists()
+
+
+def test_no_flipped_bit_in_the_cache_is_loaded_or_pulled(hub, single):
+    push(single, "org/one")
+    blob = (find_layers("org/one")[0] / "model.safetensors").resolve()
+    for _ in flipped(blob, 40):
+        for act in (load_layer, pull, lambda reference: load_layers(reference, local_files_only=True)):
+            with pytest.raises(MxdError, match=r"model.safetensors is not what was saved: its SHA-256 is") as caught:
+                act("org/one")
+    assert not Path("checkpoints").exists()
+    blob.write_bytes(b"\0" + blob.read_bytes()[1:])
+    named = re.search(r"Delete (\S+) and download it again", str(caught.value))[1]
+    assert Path(named) == blob
+    blob.unlink()  # as the message says
+    assert torch.equal(load_layer("org/one").layer.decoder, make(4).decoder)
+
+
+def test_what_was_pulled_already_is_compared_again(hub, single):
+    push(single, "org/one")
+    (copy,) = pull("org/one")
+    mine, blob = copy / "model.safetensors", (find_layers("org/one")[0] / "model.safetensors").resolve()
+    whole = mine.read_bytes()
+    for _ in flipped(blob, 1):
+        for held in (whole, blob.read_bytes()):  # a copy that is whole, and one that was made before hashes were
+            mine.write_bytes(held)
+            with pytest.raises(MxdError, match=r"model.safetensors is not what was saved"):
+                pull("org/one")
+    mine.write_bytes(whole)
+    assert pull("org/one") == [copy]
+
+
+def test_no_flipped_bit_is_pushed(hub, single, run):
+    for _ in flipped(single / "model.safetensors", 40):
+        with pytest.raises(MxdError, match=r"single/model.safetensors is not what was saved"):
+            push(single, "org/one")
+    for _ in flipped(run / "layer1-tc-k4" / "model.safetensors", 1):
+        with pytest.raises(MxdError, match=r"layer1-tc-k4/model.safetensors is not what was saved"):
+            push(run, "org/set")
+    assert not hub.uploads and not hub.repos
+
+
+def test_a_layer_saved_before_there_were_hashes_goes_there_and_back_with_a_warning(hub, single):
+    forget_hash(single)
+    with pytest.warns(UnhashedWarning, match="names no SHA-256") as found:
+        push(single, "org/one")
+    assert [each.category for each in found].count(UnhashedWarning) == 1
+    with pytest.warns(UnhashedWarning, match="names no SHA-256") as found:
+        (copy,) = pull("org/one")
+    assert [each.category for each in found].count(UnhashedWarning) == 1
+    assert {p: c for p, c in contents(copy).items() if p != "README.md"} == {
+        p: c for p, c in contents(single).items() if p != "README.md"
+    }
+
+
+HOSTILE = ("$(touch escaped)", "a b", "--opt", "-x", "\x1b[2Jk", "k\x9b2J", "k;ls", "a..b", "naïve", "x\n", "\u202e")
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_a_set_with_a_name_that_push_would_refuse_is_refused_by_pull(hub, run, capsys, name):
+    push(run, "org/set")
+    files = hub.files("org/set")
+    evil = {
+        f"{name}/{path.partition('/')[2]}": data for path, data in files.items() if path.startswith("layer1-tc-k8/")
+    }
+    serve(hub, "org/evil", {path: data for path, data in files.items() if "layer1-tc-k8" not in path} | evil)
+    for verb in ("pull", "info"):
+        code, out, message = command(capsys, verb, "org/evil")
+        assert code == 1 and not out
+        assert "org/evil holds a layer in a folder called " in message
+        assert message.isprintable()
+    assert not Path("checkpoints").exists() and not hub.asked("GET", "evil.*safetensors")
+    assert [path.name for path in pull("org/evil", pattern="layer0-*")] == ["layer0-tc-k4", "layer0-tc-k8"]
+
+
+@pytest.mark.parametrize("folder", ["./--opt", "a b; $(touch escaped)", "it's"])
+def test_the_command_that_pull_shows_names_what_was_pulled(hub, run, capsys, folder):
+    push(run, "org/set")
+    code, out, _ = command(capsys, "pull", "org/set", folder)
+    mxd, evaluate, *places = shlex.split(out.partition("next: ")[2])
+    assert code == 0 and (mxd, evaluate) == ("mxd", "evaluate")
+    assert [Path(place) for place in places] == find_layers(Path(folder)) and not places[0].startswith("-")
 
 
 # Pulling into a folder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mxd.errors import MxdError
-from mxd.model import bundled_path
+from mxd.model import bundled
 from mxd.plain import parse_json, regular, sayable
 
 LEVELS = ("sample", "token")
@@ -56,7 +56,7 @@ def labelled_texts(
     """
     source = str(source)
     if source in BUNDLED_SETS:
-        path, level = bundled_path("probing") / f"{source}.parquet", BUNDLED_SETS[source]
+        path, level = bundled(f"probing/{source}.parquet"), BUNDLED_SETS[source]
         return _checked(source, _rows(path), "text", "label", level)
     path = Path(source)
     if path.suffix in SUFFIXES or _exists(path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mxd.checkpoint import atomic_file
+from mxd.errors import printable
 
 STYLES = {
     "MxD": ("#d1495b", "o"),
@@ -54,9 +55,8 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     if lines:
         left.legend(frameon=False)
     data = evaluation["data"]
-    figure.suptitle(
-        f"{evaluation['model']}, {data['source']} {data['split']} text: lower is more faithful", fontsize=10
-    )
+    title = f"{evaluation['model']}, {data['source']} {data['split']} text: lower is more faithful"
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)
     path = Path(path)
     with atomic_file(path) as file:
         figure.savefig(file, dpi=160, format=path.suffix[1:])

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mxd.checkpoint import versions, whole_file
-from mxd.errors import MxdError
+from mxd.errors import MxdError, printable
 from mxd.report.blocks import Section
 from mxd.report.markdown import markdown
 from mxd.report.run import Run, read_run
@@ -55,7 +55,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Pat
     texts = {page: html(run, sections), twin: markdown(run, title(run), sections, page.name)}
     for path, text in texts.items():
         with whole_file(path) as file:
-            file.write_bytes(text.encode("utf-8", "replace"))
+            file.write_bytes(printable(text).encode("utf-8", "replace"))
     return page, twin
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -34,25 +33,25 @@ def structure_table(found: Mapping[str, Any]) -> Table:
     for name, result in found["results"].items():
         leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
         row = [f"{result['normalized_rank']:.4f}", f"{result['experts']:,}", shape, str(leader["unit"])]
-        table.add_row(escape(name), *row, f"{leader['share']:.1%}")
+        table.add_row(name, *row, f"{leader['share']:.1%}")
     return table
 
 
 def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
     """Return the units that lead at each prompt, with strength and firing rate: prompts in rows."""
-    title = f"{escape(name)}: units that lead at the last token, strength there (firing rate)"
+    title = f"{name}: units that lead at the last token, strength there (firing rate)"
     table = Table("prompt", title=title, title_justify="left")
     for title in ("first", "second", "third"):
         table.add_column(title, no_wrap=True)
     for row in result["leading"]:
         units = (f"#{one['unit']} {one['strength']:.3g} ({one['rate']:.1%})" for one in row["units"])
-        table.add_row(escape(row["prompt"]), *units)
+        table.add_row(row["prompt"], *units)
     return table
 
 
 def masking_table(name: str, result: Mapping[str, Any]) -> Table:
     """Return the loss changes from masking each domain's units: on that domain, and averaged over the others."""
-    title = f"{escape(name)}: change of the loss (nats per token, ± s.e.) when the units of a domain are masked"
+    title = f"{name}: change of the loss (nats per token, ± s.e.) when the units of a domain are masked"
     columns = ("domain", "units", "loss", "on it", "on others", "at random: on it", "on others")
     table = Table(*columns, title=title, title_justify="left")
     for row, domain in enumerate(result["domains"]):
@@ -61,7 +60,7 @@ def masking_table(name: str, result: Mapping[str, Any]) -> Table:
             others = [change for column, change in enumerate(result[key][row]) if column != row]
             own = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
             cells += [*own, f"{sum(others) / len(others):+.4f}"]
-        table.add_row(escape(domain), *cells)
+        table.add_row(domain, *cells)
     keys = ("target", "others", "control_target", "control_others")
     table.add_row("mean", "", "", *(f"{result[key]:+.4f}" for key in keys))
     return table
@@ -71,7 +70,7 @@ def purging_table(name: str, result: Mapping[str, Any]) -> Table:
     """Return the loss changes from purging: thresholds in rows."""
     mean = result["mean_score"]
     columns = [f"{what}, score {side} {mean:g}" for what in ("change", "at random") for side in ("up to", "above")]
-    title = f"{escape(name)}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked"
+    title = f"{name}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked"
     table = Table("correlation from", "units", "share", *columns, title=title, title_justify="left")
     for row, threshold in enumerate(result["thresholds"]):
         cells = [c for key in ("changes", "control") for c in _changes(result[key][row], result[f"{key}_se"][row])]
