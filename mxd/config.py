@@ -153,7 +153,8 @@ class TrainingConfig(Section):
     chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: that where the device has
     instructions for it. Training only."""
     tf32: bool = False
-    """Let CUDA round the inputs of float32 products to TF32 (10 bits); nothing changes elsewhere."""
+    """Let CUDA round the inputs of float32 products to TF32 (10 bits), though not where units are proposed in bfloat16,
+    whose choice is float32's; nothing changes elsewhere."""
     deterministic: bool = False
     """Let PyTorch use deterministic operations only, so that a run on a GPU gives the same bits twice; slower there. On
     a CPU it does in any case (docs/determinism.md)."""

@@ -350,15 +350,14 @@ class _Run:
 
 @contextmanager
 def _products(tf32: bool) -> Iterator[None]:
-    """Let CUDA use TF32 for float32 products, and never sum in bfloat16, for the length of the block."""
+    """Let CUDA use TF32 for float32 products, for the length of the block."""
     settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision, settings.allow_bf16_reduced_precision_reduction
-    settings.fp32_precision = "tf32" if tf32 else before[0]
-    settings.allow_bf16_reduced_precision_reduction = False  # the proof of bfloat16 proposals counts on it
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else before
     try:
         yield
     finally:
-        settings.fp32_precision, settings.allow_bf16_reduced_precision_reduction = before
+        settings.fp32_precision = before
 
 
 @contextmanager
