@@ -32,7 +32,7 @@ from mxd.checkpoint import (
     versions,
     writing,
 )
-from mxd.config import RunConfig, dump_config
+from mxd.config import RunConfig, dump_config, recorded
 from mxd.distributed import Processes, launched
 from mxd.errors import MxdError, SharedError
 from mxd.jobs import Job, learning_rate, new_job, train_step
@@ -75,7 +75,8 @@ def train(
     """
     if resume:
         config = as_recorded(config)
-    with launched() as processes, ExitStack() as held:
+    with launched(config.timeout) as processes, ExitStack() as held:
+        processes.agree(recorded(config) | {"--resume": resume, "--groups": groups, "--shard": shard})
         console.quiet = not processes.first
         held.callback(setattr, console, "quiet", False)
         with processes.together():
