@@ -108,7 +108,7 @@ class Signs:
         """Stop; where others need this process still, they find these words."""
         self._last_words = last_words
         self._over.set()
-        self._thread.join(QUIET)
+        self._thread.join(10)  # longer only where the store cannot be reached
 
     def _run(self, store: dist.Store) -> None:
         try:

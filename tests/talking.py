@@ -54,4 +54,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except MxdError as error:
         sys.stderr.write(f"{type(error).__name__}, {'shared' if error.shared else 'own'}: {error}\n")
-        sys.exit(error.exit_code)
+        sys.stderr.flush()
+        os._exit(error.exit_code)  # as the command line does

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from mxd.activations import Share
 from mxd.config import parse_config
@@ -69,9 +69,9 @@ def launch(world: int, *jobs: dict, code: int = 0) -> subprocess.CompletedProces
 @contextmanager
 def talking(what: str, world: int = 2) -> Iterator[list[subprocess.Popen]]:
     """Start tests/talking.py in so many processes, without torchrun, which would end the others when one ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT.with_name("talking.py")), what],
@@ -79,7 +79,7 @@ def talking(what: str, world: int = 2) -> Iterator[list[subprocess.Popen]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | place | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=os.environ | place | {"RANK": str(rank)},
         )
         for rank in range(world)
     ]
