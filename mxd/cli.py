@@ -787,6 +787,9 @@ def main() -> None:
         _end_bars()
         if not (error.shared and _rank()):
             sys.stderr.write(f"mxd: {error}\n")
+        if isinstance(error, errors.LostError):  # a thread may wait inside of torch still, where Python's end aborts
+            sys.stderr.flush()
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _end_bars()

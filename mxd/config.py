@@ -157,7 +157,8 @@ class TrainingConfig(Section):
     chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: that where the device has
     instructions for it. Training only."""
     tf32: bool = False
-    """Let CUDA round the inputs of float32 products to TF32 (10 bits); nothing changes elsewhere."""
+    """Let CUDA round the inputs of float32 products to TF32 (10 bits), though not where units are proposed in bfloat16,
+    whose choice is float32's; nothing changes elsewhere."""
     deterministic: bool = False
     """Let PyTorch use deterministic operations only, so that a run on a GPU gives the same bits twice; slower there. On
     a CPU it does in any case (docs/determinism.md)."""
@@ -282,6 +283,8 @@ class RunConfig(Section):
     """The recipe."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What `mxd compare` measures; no part of what is trained."""
+    timeout: float = Field(10.0, ge=0.01, le=10_080)
+    """Minutes that the processes of a launch wait for one another, at most; no part of what is trained."""
 
     @property
     def folder(self) -> Path:
@@ -370,9 +373,14 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
         raise MxdError("\n".join(lines)) from error
 
 
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """Return what a run trains as plain data, every field spelled out; without what may change later."""
+    return config.model_dump(mode="json", exclude={"evaluation", "timeout"})
+
+
 def dump_config(config: RunConfig) -> str:
-    """Return what a run trains as YAML, every field spelled out; without ``evaluation``, which may change later."""
-    return yaml.safe_dump(config.model_dump(mode="json", exclude={"evaluation"}), sort_keys=False)
+    """Return what ``recorded`` does, as YAML."""
+    return yaml.safe_dump(recorded(config), sort_keys=False)
 
 
 def fields_help() -> str:

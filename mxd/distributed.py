@@ -1,12 +1,24 @@
 """The processes of one launch (torchrun, accelerate launch, SLURM), and what they tell each other.
 
 A launch of one process is the same with nobody to talk to: every function here then returns at once.
+
+Whoever waits for the others hears signals meanwhile, and learns who is gone: from the connection that ends, or from
+signs of life in the launch's store.
 """
 
+import json
+import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,9 +27,113 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mxd.errors import MxdError, SharedError
+from mxd.errors import LostError, MxdError, SharedError
+from mxd.stop import asked_to_stop
 
 T = TypeVar("T")
+
+SIGN = 0.5
+"""Seconds between two signs of life."""
+
+QUIET = 3.0
+"""Seconds without one, by which the process that is gone is told from the others."""
+
+PATIENCE = 15.0
+"""Seconds without one, after which whoever was asked to stop no longer waits; torchrun kills after 30."""
+
+_LOSS = re.compile(r"gloo/|pair closure|NCCL|[Cc]onnection|[Tt]imed out")
+"""In what torch says where another process is gone."""
+
+
+class Signs:
+    """Signs of life: each process counts up in the launch's store, and looks there for whose count stands still.
+
+    In a thread and through a connection of its own, so that neither long work nor a store that is gone holds anyone up.
+    What the first to look finds is what all of them say.
+
+    Args:
+        store: the launch's.
+        rank: this process.
+        world: processes of the launch.
+        minutes: how long they wait for one another.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int, minutes: float) -> None:
+        self.rank, self.world, self.minutes = rank, world, minutes
+        self.gone: dict[int, str] = {}
+        """Processes that are gone, and why, as far as they said; empty while nobody is missed."""
+        self._quiet = math.inf
+        self._finder = rank
+        self._last_words = ""
+        self._known, self._over = Event(), Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._thread = Thread(target=self._run, args=(store,), name="mxd-signs", daemon=True)
+        self._thread.start()
+
+    def look(self, quiet: float) -> None:
+        """Look from now on for processes that gave no sign for so many seconds."""
+        self._quiet = quiet
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Find out who is gone where a call of the block fails because of it, which takes some seconds.
+
+        Raises:
+            LostError: in place of torch's error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOSS.search(str(error)):
+                raise
+            self.look(QUIET)
+            self._known.wait(QUIET + 4 * SIGN)
+            raise self.error(str(error)) from error
+
+    def error(self, reason: str) -> LostError:
+        """Return the error that says who is gone, or else the reason for it."""
+        remedy = "What was saved last is whole: end what is left of the launch, and start all of it with --resume."
+        if self.gone:
+            verb = "ended or do not answer" if len(self.gone) > 1 else "ended or does not answer"
+            said = "".join(f"\n{_ranks([rank])}: {why}" for rank, why in self.gone.items() if why)
+            speaks = self.rank == self._finder and 0 in self.gone  # else the first process does
+            return LostError(f"{_ranks(list(self.gone))} of {self.world} {verb}. {remedy}{said}", shared=not speaks)
+        if re.search("[Tt]imed out", reason):
+            said = f"the {self.world} processes of the launch live, but did not meet within {self.minutes:g} minutes"
+            return LostError(f"{said}; give them longer with --timeout MINUTES. {remedy}", shared=False)
+        reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", _line(reason))
+        return LostError(f"the connection to another process of the launch was lost: {reason}. {remedy}", shared=False)
+
+    def end(self, last_words: str) -> None:
+        """Stop; where others need this process still, they find these words."""
+        self._last_words = last_words
+        self._over.set()
+        self._thread.join(10)  # longer only where the store cannot be reached
+
+    def _run(self, store: dist.Store) -> None:
+        try:
+            while not self._over.wait(SIGN):
+                store.add(f"sign/{self.rank}", 1)
+                if self._quiet < math.inf and not self.gone:
+                    self._look(store)
+            if self._last_words:
+                store.set(f"words/{self.rank}", self._last_words)
+        except RuntimeError:  # the store ended with the process that kept it
+            self._known.set()
+
+    def _look(self, store: dist.Store) -> None:
+        now, found = time.monotonic(), {}
+        for rank in range(self.world):
+            count = store.add(f"sign/{rank}", 0)
+            if self._seen.get(rank, (-1, 0))[0] != count:
+                self._seen[rank] = count, now
+            words = store.get(f"words/{rank}").decode() if store.check([f"words/{rank}"]) else ""
+            if words or now - self._seen[rank][1] > self._quiet:
+                found[rank] = words
+        if found or store.check(["gone"]):
+            said = json.loads(store.compare_set("gone", "", json.dumps([self.rank, list(found.items())])))
+            self._finder, self.gone = said[0], dict(said[1])
+            self._known.set()
 
 
 @dataclass(frozen=True)
@@ -30,6 +146,8 @@ class Processes:
     """How many they are."""
     group: Any = None
     """torch.distributed's handle; ``None`` for all of the launch."""
+    signs: Signs | None = field(default=None, compare=False, repr=False)
+    """Who of the launch lives."""
 
     @property
     def many(self) -> bool:
@@ -46,27 +164,47 @@ class Processes:
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
+        self._call(lambda: dist.all_gather_object(found, value, group=self.group))
         return found
+
+    def agree(self, given: Mapping[str, Any]) -> None:
+        """Refuse processes that were told different things.
+
+        Args:
+            given: name -> plain data.
+
+        Raises:
+            MxdError: in all of them, with the fields that differ and who was told what.
+        """
+        if differences := list(_differences("", self.gather(dict(given)))):
+            raise SharedError(
+                f"the processes of this launch were not told the same: {'; '.join(differences)}. Start all of them "
+                "with the same config, overrides and options."
+            )
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the processes, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor
+        return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Take the elementwise maximum over the processes, in place."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.world > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            self._call(lambda: dist.all_reduce(tensor, operation, group=self.group), tensor.device)
         return tensor
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the processes, in place."""
-        if self.world == 1:
+        if self.world == 1 or not tensors:
             return
-        for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
-            work.wait()
+
+        def add() -> None:
+            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
+                work.wait()
+
+        self._call(add, tensors[0].device)
         for tensor in tensors:
             tensor /= self.world
 
@@ -76,22 +214,32 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let a block fail everywhere or nowhere: an ``MxdError`` of one process is raised by all, after the block.
+        """Let a block fail everywhere or nowhere: what one process raises is heard by all, after the block.
 
-        Every process must enter; without this one would leave and the others wait for it for ever.
+        Every process must enter; without this one would leave and the others wait for it. An ``MxdError`` is raised by
+        all. After any other error, which nobody foresaw, its process leaves with it, and the others with a
+        ``LostError`` that names it.
         """
         if self.world == 1:
             yield
             return
-        own: MxdError | None = None
+        own: Exception | None = None
         try:
             yield
-        except MxdError as error:
+        except LostError:
+            raise
+        except Exception as error:
             own = error
-        errors = self.gather(None if own is None else str(own))
-        for message in errors:
-            if message is not None:
-                raise SharedError(message) from own
+        foreseen = isinstance(own, MxdError)
+        errors = self.gather(None if own is None else (str(own) if foreseen else _line(own), foreseen))
+        unforeseen = {rank: found[0] for rank, found in enumerate(errors) if found is not None and not found[1]}
+        if unforeseen and own is not None:
+            raise own
+        for rank, message in unforeseen.items():
+            raise LostError(f"{_ranks([rank])} of {self.world} failed: {message}. What was saved before is whole.")
+        for found in errors:
+            if found is not None:
+                raise SharedError(found[0]) from own
 
     def exchange(self, rows: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
         """Send rows to every process and return those received, in the order of ranks.
@@ -104,7 +252,10 @@ class Processes:
         if self.world == 1:
             return rows
         found = rows.new_empty(sum(expected), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), list(expected), list(counts), group=self.group)
+        sent = rows.contiguous()
+        self._call(
+            lambda: dist.all_to_all_single(found, sent, list(expected), list(counts), group=self.group), rows.device
+        )
         return found
 
     def mesh(self, device: str) -> DeviceMesh:
@@ -122,13 +273,80 @@ class Processes:
         size = self.world // groups
         number, place = divmod(self.rank, size)
         if groups == 1 or size == 1:
-            return number, Processes(place, size, self.group if size > 1 else None)
-        handles = [dist.new_group(list(range(g * size, (g + 1) * size))) for g in range(groups)]
-        return number, Processes(place, size, handles[number])
+            return number, replace(self, rank=place, world=size, group=self.group if size > 1 else None)
+        limit = timedelta(minutes=self.signs.minutes) if self.signs is not None else None
+        handles = [dist.new_group(list(range(g * size, (g + 1) * size)), timeout=limit) for g in range(groups)]
+        return number, replace(self, rank=place, world=size, group=handles[number])
+
+    def _call(self, call: Callable[[], Any], device: torch.device | None = None) -> None:
+        """Make a call that waits for the others, and hear signals meanwhile.
+
+        Their handlers run in the main thread, and not while that is inside of torch; so another thread makes the call.
+        On a GPU a call only hands the work over and does not wait: it is made as it is.
+
+        Raises:
+            LostError: another process is gone; also once this one was asked to stop, and waits for one that is.
+        """
+        with self.signs.named() if self.signs is not None else nullcontext():
+            if device is not None and device.type != "cpu":
+                return call()
+            answer: Future[None] = Future()
+            _calls().put((call, answer))
+            while not wait([answer], 1).done:
+                if self.signs is not None and asked_to_stop():
+                    self.signs.look(PATIENCE)
+                    if self.signs.gone:
+                        raise self.signs.error("")
+            return answer.result()
+
+
+@cache
+def _calls() -> "SimpleQueue[tuple[Callable[[], Any], Future[None]]]":
+    """Return where calls are left for the thread that makes them, one after the other."""
+    calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]] = SimpleQueue()
+
+    def make() -> None:
+        while True:
+            call, answer = calls.get()
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+            del call, answer  # and the tensors they hold, before the next is waited for
+
+    Thread(target=make, name="mxd-calls", daemon=True).start()  # nobody waits at the end for one that does not return
+    return calls
 
 
 ALONE = Processes()
 """A launch of one process."""
+
+
+def _differences(name: str, values: Sequence[Any]) -> Iterator[str]:
+    """Say where plain data of several processes differ, field by field."""
+    if all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
+        values = [dict(enumerate(value)) for value in values]
+    if all(isinstance(value, dict) for value in values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            yield from _differences(f"{name}.{key}".lstrip("."), [value.get(key) for value in values])
+        return
+    told: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        told.setdefault(repr(value), []).append(rank)
+    if len(told) > 1:
+        yield f"{name} is " + ", ".join(f"{value:.80} in {_ranks(ranks)}" for value, ranks in told.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name some processes: ``ranks 0, 2 and 3``."""
+    named = [str(rank) for rank in ranks[:8]] + [f"{len(ranks) - 8} more"] * (len(ranks) > 8)
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+
+
+def _line(error: object) -> str:
+    """Return a text, or an error with its kind, in one line."""
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, str | MxdError) else f"{type(error).__name__}: {text}"
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -152,13 +370,17 @@ def local_device(device: str) -> str:
 
 
 @contextmanager
-def launched() -> Iterator[Processes]:
+def launched(minutes: float = 10.0) -> Iterator[Processes]:
     """Join the processes that this one was started with, for the length of the block.
 
     torchrun and accelerate launch say in ``WORLD_SIZE`` and ``RANK`` how many there are.
 
+    Args:
+        minutes: how long they wait for one another, and no longer.
+
     Raises:
         MxdError: the variables are wrong, or the others cannot be reached.
+        LostError: one of the others is gone.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     rank = os.environ.get("RANK", "0" if world == "1" else "")
@@ -168,13 +390,31 @@ def launched() -> Iterator[Processes]:
             "accelerate launch, or unset them."
         )
     if world == "1" or dist.is_initialized():
-        yield Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
+        known = Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+        yield _joined[-1] if _joined else known
         return
+    limit = timedelta(minutes=minutes)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
+        store, *_ = next(dist.rendezvous("env://", timeout=limit))
     except (ValueError, RuntimeError) as error:
         raise MxdError(f"the {world} processes of the launch did not find each other: {error}") from error
+    signs = Signs(dist.PrefixStore("mxd", store), int(rank), int(world), minutes)
+    _joined.append(Processes(int(rank), int(world), signs=signs))
+    failed: BaseException | None = None
     try:
-        yield Processes(int(rank), int(world))
+        with signs.named():  # also where torch calls by itself, for weights that are divided
+            yield _joined[-1]
+    except BaseException as error:
+        failed = error
+        raise
     finally:
-        dist.destroy_process_group()
+        _joined.pop()
+        alone = failed is not None and (isinstance(failed, LostError) or not getattr(failed, "shared", False))
+        signs.end(_line(failed) if alone else "")
+        if not isinstance(failed, LostError):  # on a GPU this waits for the others
+            dist.destroy_process_group()
+
+
+_joined: list[Processes] = []
+"""The launch that this process has joined, if any."""

@@ -80,6 +80,19 @@ class SharedError(MxdError):
     shared = True
 
 
+class LostError(MxdError):
+    """Another process of the launch failed, ended or does not answer: nothing can be agreed on any more.
+
+    Args:
+        message: which, and what to do.
+        shared: whether another process says it.
+    """
+
+    def __init__(self, message: str = "", shared: bool = True) -> None:
+        super().__init__(message)
+        self.shared = shared
+
+
 def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "") -> MxdError:
     """Build the error for a name that is not in a table.
 

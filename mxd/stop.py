@@ -56,13 +56,21 @@ class Stop:
         """Take note of a signal."""
         self.number = number
         with suppress(RuntimeError, OSError):  # the signal may have come in the middle of other output
-            console.print("stopping: everything is saved, up to the last step; once more to leave at once")
+            console.print("stopping once everything up to the last step is saved; once more to leave at once")
         if self._at_once:
             raise Stopped
 
     def error(self, message: str) -> Interrupted:
         """Return what to raise when everything is saved."""
         return (Preempted if self.number == signal.SIGTERM else Interrupted)(message)
+
+
+_listening: list[Stop] = []
+
+
+def asked_to_stop() -> bool:
+    """Whether this process was asked to stop, and is on its way to it."""
+    return any(stop.is_set for stop in _listening)
 
 
 @contextmanager
@@ -83,8 +91,10 @@ def stop_signal() -> Iterator[Stop]:
     except ValueError:
         yield stop
         return
+    _listening.append(stop)
     try:
         yield stop
     finally:
+        _listening.remove(stop)
         for name, handler in previous.items():
             signal.signal(name, handler)

@@ -17,7 +17,7 @@ from mxd.cache import (
     mixed_batches,
     write_cache,
 )
-from mxd.config import RunConfig
+from mxd.config import RunConfig, recorded
 from mxd.data import documents, special_ids, token_blocks
 from mxd.distributed import ALONE, Processes, launched, local_device
 from mxd.errors import MxdError, typed
@@ -73,7 +73,8 @@ def cache_activations(
     Raises:
         MxdError: anything wrong with config, model, text or disk.
     """
-    with launched() as processes:
+    with launched(config.timeout) as processes:
+        processes.agree(recorded(config) | {"folder": str(location), "--dtype": dtype})
         base = load_base(config, model)
         for number in config.layers:
             base.check_layer(number)

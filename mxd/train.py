@@ -32,7 +32,7 @@ from mxd.checkpoint import (
     versions,
     writing,
 )
-from mxd.config import RunConfig, dump_config
+from mxd.config import RunConfig, dump_config, recorded
 from mxd.distributed import Processes, launched
 from mxd.errors import MxdError, SharedError, typed
 from mxd.jobs import Job, learning_rate, new_job, train_step
@@ -75,7 +75,8 @@ def train(
     """
     if resume:
         config = as_recorded(config)
-    with launched() as processes, ExitStack() as held:
+    with launched(config.timeout) as processes, ExitStack() as held:
+        processes.agree(recorded(config) | {"--resume": resume, "--groups": groups, "--shard": shard})
         console.quiet = not processes.first
         held.callback(setattr, console, "quiet", False)
         with processes.together():
@@ -351,15 +352,14 @@ class _Run:
 
 @contextmanager
 def _products(tf32: bool) -> Iterator[None]:
-    """Let CUDA use TF32 for float32 products, and never sum in bfloat16, for the length of the block."""
+    """Let CUDA use TF32 for float32 products, for the length of the block."""
     settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision, settings.allow_bf16_reduced_precision_reduction
-    settings.fp32_precision = "tf32" if tf32 else before[0]
-    settings.allow_bf16_reduced_precision_reduction = False  # the proof of bfloat16 proposals counts on it
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if tf32 else before
     try:
         yield
     finally:
-        settings.fp32_precision, settings.allow_bf16_reduced_precision_reduction = before
+        settings.fp32_precision = before
 
 
 @contextmanager

@@ -375,7 +375,6 @@ def main() -> None:
     use_triton(args.triton)
     if args.device == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if args.tf32 else "ieee"
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in mxd train
     device, sizes = Device(args.device), SMALL if args.small else FULL
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     name += ", toy sizes: the numbers mean nothing" if args.small else ""

@@ -4,7 +4,8 @@
 
 config: a run's, as a mapping; resume, groups, shard: as for ``train``; ids: folder for the token ids of this process's
 part of every batch; poison: [rank, forward] whose activations are NaN; stop: step before which rank 0 gets a SIGTERM;
-expect: text that an error holds; cache: folder to which the activations are written, and nothing is trained.
+kill: [rank, step before which it is killed]; expect: text that an error holds; cache: folder to which the activations
+are written, and nothing is trained; own: rank -> fields that are different for it.
 """
 
 import importlib
@@ -30,9 +31,12 @@ real_stream = module.activation_stream
 
 def run(job: dict) -> None:
     seen = []
+    job = job | job.get("own", {}).get(str(RANK), {})
 
     def recorded(*args):
         for step, batch in enumerate(real_stream(*args)):
+            if [RANK, step] == job.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
             if step == job.get("stop") and RANK == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             seen.append(batch.ids.numpy())
@@ -40,9 +44,6 @@ def run(job: dict) -> None:
 
     module.activation_stream = recorded
     config = parse_config(job["config"])
-    if "cache" in job:
-        cache_activations(config, job["cache"])
-        return
     model = load_frozen(config.model.source, device="cpu")
     rank, forward = job.get("poison", (None, None))
     if rank == RANK:
@@ -54,7 +55,10 @@ def run(job: dict) -> None:
 
         model.mlp(config.layers[0]).register_forward_hook(poison)
     try:
-        module.train(config, job.get("resume", False), model, job.get("groups"), job.get("shard", False))
+        if "cache" in job:
+            cache_activations(config, job["cache"], model)
+        else:
+            module.train(config, job.get("resume", False), model, job.get("groups"), job.get("shard", False))
         assert "expect" not in job
     except MxdError as error:
         assert job.get("expect", "nothing") in str(error), f"rank {RANK}: {error}"

@@ -1173,8 +1173,9 @@ def test_mixing_needs_the_same_activations_all_the_same(tmp_path, gpt2, text, ca
 
 
 def test_the_processes_of_a_launch_are_the_workers(tmp_path, gpt2, text, cached, monkeypatch):
+    monkeypatch.setattr(Processes, "agree", lambda self, given: None)
     for rank in (1, 0):
-        monkeypatch.setattr("mxd.stream.launched", lambda rank=rank: nullcontext(Processes(rank, 2)))
+        monkeypatch.setattr("mxd.stream.launched", lambda minutes, rank=rank: nullcontext(Processes(rank, 2)))
         cache_activations(run(tmp_path, text), tmp_path / "c", gpt2)
         numbers = {int(name[6:12]) // 2 for name in names(tmp_path / "c") if name[:6] == "shard-"}
         assert numbers == ({1, 3} if rank else {0, 1, 2, 3})

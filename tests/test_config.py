@@ -61,6 +61,14 @@ def test_dump_reads_back_equal() -> None:
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
+def test_what_may_change_later_is_not_recorded() -> None:
+    later = {"timeout": 30, "evaluation": {"tokens": 5}}
+    assert dump_config(parse_config({**ONE, **later})) == dump_config(parse_config(ONE))
+    for minutes in (0, -1, 1e9, float("nan"), "soon"):
+        with pytest.raises(MxdError, match=r"1 problem\(s\)\n  timeout: "):
+            parse_config({**ONE, "timeout": minutes})
+
+
 def test_recipes_and_their_overrides() -> None:
     paper = parse_config(ONE).training
     assert (paper.settings.lr, paper.settings.warmup_steps) == (RECIPES["paper"].lr, 5000)

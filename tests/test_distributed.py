@@ -2,21 +2,31 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from mxd.activations import Share
-from mxd.distributed import ALONE, launched
+from mxd.config import parse_config
+from mxd.distributed import ALONE, _differences, launched
 from mxd.division import divide
 from mxd.errors import MxdError
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.stream import cache_activations
+from mxd.train import train
 
 SCRIPT = Path(__file__).parent / "launched.py"
 STEPS, BATCH = 12, 512
@@ -42,7 +52,7 @@ def config(out: Path, run: str, **training) -> dict:
     }
 
 
-def launch(world: int, *jobs: dict) -> subprocess.CompletedProcess:
+def launch(world: int, *jobs: dict, code: int = 0) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     found = subprocess.run(
         [*command, str(SCRIPT), *map(json.dumps, jobs)],
@@ -52,8 +62,44 @@ def launch(world: int, *jobs: dict) -> subprocess.CompletedProcess:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert found.returncode == 0, found.stderr[:4000]
+    assert found.returncode == code, found.stderr[:4000]
     return found
+
+
+@contextmanager
+def talking(what: str, world: int = 2) -> Iterator[list[subprocess.Popen]]:
+    """Start tests/talking.py in so many processes, without torchrun, which would end the others when one ends."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT.with_name("talking.py")), what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | place | {"RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]
+    try:
+        assert [process.stdout.readline() for process in started] == ["ready\n"] * world
+        for process in started:  # all at once: their timeout is short
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def said(process: subprocess.Popen) -> str:
+    """Wait for the end of one that leaves with exit code 1; return what it said."""
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1, errors
+    return errors
 
 
 def lines(folder: Path) -> list[dict]:
@@ -147,6 +193,105 @@ def test_a_fault_of_one_process_stops_all_and_loses_nothing(tmp_path: Path, alon
     assert_same_training(alone / "r", tmp_path / "r")
 
 
+def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path) -> None:
+    """Each field that differs is named, with who was told what; before any folder is made."""
+    run, out = config(tmp_path / "out", "r"), tmp_path / "out"
+    other = {"run": "other", "seed": 7, "training": run["training"] | {"lr": 0.5}}
+    told = "run is 'r' in rank 0, 'other' in rank 1; seed is 0 in rank 0, 7 in rank 1; "
+    told += "training.lr is None in rank 0, 0.5 in rank 1. Start all of them with the same"
+    sparser = [run["replacements"][0] | {"sparsity": {"kind": "topk", "k": 4}}, *run["replacements"][1:]]
+    launch(
+        2,
+        {"config": run, "own": {"1": {"config": run | other}}, "expect": told},
+        {"config": run, "own": {"1": {"groups": 1}}, "expect": "--groups is None in rank 0, 1 in rank 1. Start"},
+        {"config": run, "own": {"0": {"resume": True}}, "expect": "--resume is True in rank 0, False in rank 1. Start"},
+        {"config": run, "own": {"1": {"config": run | {"replacements": sparser}}}}
+        | {"expect": "same: replacements.0.sparsity.k is 8 in rank 0, 4 in rank 1. Start"},
+        {"config": run, "cache": str(out / "a"), "own": {"1": {"cache": str(out / "b")}}}
+        | {"expect": f"same: folder is '{out}/a' in rank 0, '{out}/b' in rank 1. Start"},
+        {"config": run, "cache": str(out / "a"), "own": {"1": {"config": run | {"seed": 7}}}}
+        | {"expect": "same: seed is 0 in rank 0, 7 in rank 1. Start"},
+    )
+    assert not out.exists()
+
+
+def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path: Path, alone: Path) -> None:
+    run = config(tmp_path, "r")
+    killed = {"config": run, "groups": 1, "kill": [1, 7], "ids": str(tmp_path / "ids")}
+    done = launch(2, killed | {"expect": "rank 1 of 2 ended or does not answer. What was saved last is whole"}, code=1)
+    assert "AssertionError" not in done.stderr and [path.name for path in (tmp_path / "ids").iterdir()] == ["0.npy"]
+    assert [path.name for path in (tmp_path / "r" / "state").iterdir()] == ["step-000000005"]
+    launch(2, {"config": run, "groups": 1, "resume": True})
+    assert_same_training(alone / "r", tmp_path / "r")
+
+
+def test_the_first_process_that_lives_names_the_one_that_was_killed() -> None:
+    with talking("kill", world=3) as (first, second, third):
+        third.wait(100)
+        assert "LostError, shared: rank 2 of 3 ended or does not answer. What was saved last is whole" in said(first)
+        assert "LostError, shared: rank 2 of 3 ended or does not answer." in said(second)
+
+
+def test_a_stopped_process_is_not_waited_for_after_sigterm() -> None:
+    """The signal is heard while the other is waited for, and nobody waits longer than for a sign of life."""
+    with talking("stop") as (first, second):
+        assert first.stdout.readline() == "waiting\n"
+        while psutil.Process(second.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
+        first.send_signal(signal.SIGTERM)
+        heard = said(first)
+    assert heard.startswith("stopping once everything up to the last step is saved")
+    assert "LostError, shared: rank 1 of 2 ended or does not answer. What was saved last is whole" in heard
+
+
+def test_nobody_waits_longer_than_the_timeout() -> None:
+    """Who gives no sign of life is named."""
+    with talking("stop-late") as (first, _):
+        assert "LostError, shared: rank 1 of 2 ended or does not answer." in said(first)
+
+
+def test_where_all_live_one_of_them_took_longer_than_allowed() -> None:
+    late = "the 2 processes of the launch live, but did not meet within 0.05 minutes; give them longer with --timeout"
+    with talking("late") as (first, second):
+        assert f"LostError, own: {late} MINUTES." in said(first)
+        assert said(second).startswith("LostError, own: ")
+
+
+@pytest.mark.parametrize("what", ["fail", "leave"])
+def test_what_one_process_raises_is_heard_by_all(what: str) -> None:
+    """Its own error with all that belongs to it, and in the others one line that names it."""
+    heard = {
+        "fail": "LostError, shared: rank 1 of 2 failed: ValueError: an oversight. What was saved before is whole.\n",
+        "leave": "start all of it with --resume.\nrank 1: out of luck\n",
+    }
+    own = {"fail": 'raise ValueError("an oversight")', "leave": "MxdError, own: out of luck\nand of memory\n"}
+    with talking(what) as (first, second):
+        assert said(first).endswith(heard[what])
+        assert own[what] in said(second)
+
+
+def test_a_runs_timeout_is_its_launchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(minutes: float) -> None:
+        raise TimeoutError(minutes)
+
+    run = parse_config(config(Path("none"), "r") | {"timeout": 3})
+    for where, begin in (("train", lambda: train(run)), ("stream", lambda: cache_activations(run, "none"))):
+        monkeypatch.setattr(import_module(f"mxd.{where}"), "launched", joined)
+        with pytest.raises(TimeoutError, match=r"^3\.0$"):
+            begin()
+
+
+def test_differences_are_listed_field_by_field() -> None:
+    told = [{"a": {"b": n // 9, "c": [1, 2]}, "d": [1] * (1 + n // 10)} for n in range(12)]
+    del told[0]["a"]["c"]
+    assert list(_differences("", told)) == [
+        "a.b is 0 in ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more, 1 in ranks 9, 10 and 11",
+        "a.c is None in rank 0, [1, 2] in ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more",
+        "d is [1] in ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, [1, 1] in ranks 10 and 11",
+    ]
+    assert not list(_differences("", [told[1]] * 3))
+
+
 def plans(*sizes: int) -> dict:
     return {
         f"r{i}": (i % 2, TranscoderConfig(d_in=4, d_out=4, num_units=n, sparsity=TopKConfig(k=1)))
@@ -191,6 +336,7 @@ def test_alone_nobody_is_asked() -> None:
         assert processes.gather(5) == [5] and processes.any(True) and not processes.any(False)
         assert torch.equal(processes.add(x.clone()), x) and torch.equal(processes.exchange(x, [3], [3]), x)
         processes.average([x])
+        processes.agree({"a": 1})
         assert processes.split(1) == (0, ALONE)
         with pytest.raises(MxdError, match="1 processes cannot be divided into 2"):
             processes.split(2)

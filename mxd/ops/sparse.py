@@ -35,6 +35,9 @@ WORTH = 64
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
 
+LOST = 2.0**-61
+"""Times the root of a row's width: more than its norm can lose where squares are too small for float32."""
+
 DEVICES = ("cpu", "cuda", "meta")
 """Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
 
@@ -100,8 +103,11 @@ def topk_linear(
         weight: one row per unit.
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
-        proposals: ``bfloat16`` forms all pre-activations in bfloat16, where that pays, and the ``2 k + 16`` largest
-            anew in ``x``'s dtype, of which the ``k`` largest are returned. None can be missed: see ``_proposed``.
+        proposals: ``float32`` forms pre-activations in ``x``'s dtype. ``bfloat16`` forms them all in bfloat16, where
+            that pays, and the ``2 k + 16`` largest anew in ``x``'s dtype, of which the ``k`` largest are returned; rows
+            where another unit might be larger than those are searched again in full. So values and units are those of
+            float32 (or float64) up to the rounding of its sums, also where TF32 is allowed: ``_proposed`` says what is
+            proven, and what is assumed of the device. Where ``x`` has 16 bits itself, nothing is proposed.
     """
     if x.device.type not in DEVICES:
         return reference.topk_linear(x, weight, bias, k)
@@ -145,16 +151,17 @@ _last: list[_ByUnit] = []
 
 
 def _by_unit(indices: Tensor, units: int) -> _ByUnit:
+    version = -1 if indices.is_inference() else indices._version  # inference tensors have none: none is remembered
     for known in _last:
         same = known.indices.data_ptr() == indices.data_ptr() and known.indices.shape == indices.shape
-        if same and known.version == indices._version and known.units == units:
+        if same and known.version == version >= 0 and known.units == units:
             return known
     flat = indices.reshape(-1)
     order = flat.to(torch.int32).argsort(stable=True)
     starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
     torch.cumsum(torch.bincount(flat, minlength=units), 0, out=starts[1:])
     tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
-    _last[:] = [_ByUnit(indices, indices._version, units, order, starts, tokens)]
+    _last[:] = [_ByUnit(indices, version, units, order, starts, tokens)]
     return _last[0]
 
 
@@ -236,9 +243,23 @@ def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, T
 def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As ``_largest``, from a bfloat16 product and a proof, row by row, that no other unit belongs among the ``k``.
 
+    Proven of every row that is not searched anew in full: no unit but those proposed has a pre-activation, summed in
+    ``x``'s dtype in any order, above the k-th value returned (or above zero, if that one is not: ReLU makes these
+    alike). ``_exact`` holds while this runs.
+
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
-    and Schwarz); these norms are measured. If the least of the units proposed, plus that, is no more than the k-th
-    largest in full precision, then no unit that was not proposed is larger. Other rows are searched anew in full.
+    and Schwarz); these norms are measured. Assumed of the device: its bfloat16 product of width d errs by at most
+    ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as float32 additions do, rounded or cut off, and is rounded or cut off to
+    bfloat16 once, at the end. A float32 sum errs by half of that; the other half is more than the rounding of the
+    norms and of this comparison. So where the least of the units proposed, plus all this, is no more than the k-th
+    largest, none is missed.
+
+    Numbers below 2^-126 may count as zero anywhere (bfloat16 instructions drop them). A square that is lost so takes at
+    most 2^-126 from a squared norm, d of them 2^-63 sqrt(d) from the norm: each is taken larger by four times that,
+    ``LOST sqrt(d)``. Of two such norms the product alone, 2^-122 d, then covers what vanishes in products and sums, at
+    most 4 d + 4 such numbers. So rows as small as that, or all rows where the weights are, are searched anew.
+
+    Of sums that overflow, nothing is proven.
     """
     if not proposals_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
@@ -252,7 +273,7 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
     values, chosen = exact.topk(k, sorted=False)
     indices = proposed.gather(1, chosen)
 
-    sums = 2**-22 * (x.shape[1] + 2)  # rounding of two float32 sums of so many terms, twice over
+    sums = 2**-22 * (x.shape[1] + 2)
     error = x_error * weight_norm + x_norm * (weight_error + sums * weight_norm)
     error += (bias - low_bias).abs().max() + sums * bias.abs().max()
     last = tops.amin(1).to(x.dtype)
@@ -264,8 +285,25 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
     return values, indices
 
 
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """Let no product be summed in bfloat16, nor float32 inputs be rounded (TF32), for the length of the block."""
+    backends: Any = torch.backends
+    cuda = backends.cuda.matmul
+    own = cuda if device.type == "cuda" else backends.mkldnn.matmul
+    wanted = ((cuda, "allow_bf16_reduced_precision_reduction", False), (own, "fp32_precision", "ieee"))
+    changed = [(at, name, old, new) for at, name, new in wanted if (old := getattr(at, name)) != new]
+    for at, name, _, new in changed:
+        setattr(at, name, new)
+    try:
+        yield
+    finally:
+        for at, name, old, _ in changed:
+            setattr(at, name, old)
+
+
 def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows in bfloat16, for each a bound on its norm before and after, and the norm of its change."""
+    """Return rows in bfloat16, for each a bound on its norm before and after, and one on the norm of its change."""
     low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
     size = PART if (_metered_as if rows.is_meta else rows.device.type) == "cpu" else max(1, len(rows))
@@ -274,6 +312,7 @@ def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low[part] = rows[part]
         torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
         torch.linalg.vector_norm(rows[part] - low[part], dim=1, out=errors[part])
+    errors += LOST * rows.shape[1] ** 0.5
     return low, norms + errors, errors
 
 
@@ -282,8 +321,11 @@ class _TopKLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, proposals: Proposals
     ) -> tuple[Tensor, Tensor]:
-        search = _proposed if proposals == "bfloat16" else _largest
-        values, indices = search(x, weight, bias, k)
+        if proposals == "bfloat16" and x.dtype in (torch.float32, torch.float64):
+            with _exact(x.device):
+                values, indices = _proposed(x, weight, bias, k)
+        else:
+            values, indices = _largest(x, weight, bias, k)
         values = values.relu_()
         ctx.save_for_backward(x, weight, values, indices)
         ctx.mark_non_differentiable(indices)

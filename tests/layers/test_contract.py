@@ -129,6 +129,47 @@ def test_the_dtype_of_the_input_is_the_dtype_of_the_output(layer, x, dtype):
     assert {p.dtype for p in layer.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_in_inference_mode(config, randomise, proposals, training, monkeypatch):
+    """As without gradients, in training mode, too, and where units are proposed in bfloat16."""
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    config = config.model_copy(update={"num_units": 64})
+    layers = [randomise(config.build()).float().train(training) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[0].sparsity.proposals = proposals
+    x = torch.randn(2, 4, config.d_in)
+    with torch.inference_mode():
+        got = layers[0](x)
+    with torch.no_grad():
+        torch.testing.assert_close(got, layers[1](x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
+def test_a_layer_in_float16(config, randomise, proposals, monkeypatch):
+    """Output and every gradient in training mode are those of float64, to the rounding of float16."""
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    config = config.model_copy(update={"num_units": 64})
+    exact = randomise(config.build())
+    for parameter in exact.parameters():
+        parameter.data = parameter.half().double()
+    half = config.build().half()
+    half.load_state_dict(exact.state_dict())
+    half.sparsity.proposals = proposals
+    x = torch.randn(2, 4, config.d_in).half()
+    found = []
+    for layer, rows in ((half, x), (exact, x.double())):
+        code = layer.train().encode(rows)
+        out = layer.decode(rows, code)
+        (out.square().mean() + layer.penalty(code)).backward()
+        found.append([code.indices.sort().values, out, *(p.grad for p in layer.parameters())])
+    for got, expected in zip(*found, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=0.01 * expected.abs().max().item())
+    assert found[0][1].dtype == torch.float16
+
+
 def test_the_wrong_width_is_refused(layer, x):
     wide = torch.zeros(2, layer.config.d_in + 1, dtype=torch.float64)
     with pytest.raises(MxdError, match=rf"width {layer.config.d_in}, got \(2, {layer.config.d_in + 1}\)"):

@@ -234,6 +234,100 @@ def test_a_unit_that_bfloat16_ranks_too_low_is_found(by, searched):
     assert searched == [(torch.bfloat16, len(x)), (torch.float32, len(x))]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scales", [(1e-25, 1), (1e-18, 1e-10), (1e-38, 1), (1e5, 1e-38), (1e6, 1e-40), (1, 1e-23)])
+def test_rows_too_small_for_a_proof_are_searched_anew(scales, dtype, searched):
+    """Squares vanish from norms below 1e-19, and from 1e-38 on down bfloat16 instructions take numbers for zero."""
+    x, weight, bias = bfloat16_case("clustered", units=500)
+    x, weight, bias = (t.to(dtype) * scale for t, scale in zip((x, weight, bias), (*scales, 0), strict=True))
+    values, indices = topk_linear(x, weight, bias, 4, "bfloat16")
+    pre = torch.relu(x.double() @ weight.double().T)
+    bound = 1e-6 * (x.double().norm(dim=1) * weight.double().norm(dim=1).max()).unsqueeze(1)
+    chosen = pre.gather(1, indices).sort(descending=True).values
+    assert (pre.topk(4).values - chosen <= bound).all()
+    assert ((values.double() - pre.gather(1, indices)).abs() <= bound).all()
+    if dtype == torch.float32:
+        assert searched == [(torch.bfloat16, 256), (torch.float32, 256)]
+
+
+def test_a_bias_of_ordinary_size_is_proof_enough_for_small_rows(searched):
+    """What vanishes is then below everything that tells units apart."""
+    x, weight, _ = bfloat16_case("normal", units=500)
+    bias = torch.linspace(1, 2, 500)
+    _, indices = topk_linear(1e-25 * x, weight, bias, 4, "bfloat16")
+    assert indices.sort().values.tolist() == [[496, 497, 498, 499]] * 256
+    assert searched == [(torch.bfloat16, 256)]
+
+
+@pytest.fixture
+def loose():
+    """What a user may have set: TF32, and sums in bfloat16; put back at the end, and by `_exact` until then."""
+    at, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = at.fp32_precision, cpu.fp32_precision, at.allow_bf16_reduced_precision_reduction
+
+    def settings():
+        return at.fp32_precision, cpu.fp32_precision, at.allow_bf16_reduced_precision_reduction
+
+    at.fp32_precision, cpu.fp32_precision, at.allow_bf16_reduced_precision_reduction = "tf32", "tf32", True
+    yield settings
+    at.fp32_precision, cpu.fp32_precision, at.allow_bf16_reduced_precision_reduction = before
+
+
+def test_the_proof_sets_what_it_counts_on_and_puts_it_back(loose, searched, monkeypatch):
+    """Products in bfloat16 are not summed in it, and none in float32 are rounded, whatever is set outside."""
+    during, real = [], sparse._largest
+
+    def noting(*args):
+        during.append(loose())
+        return real(*args)
+
+    monkeypatch.setattr(sparse, "_largest", noting)
+    topk_linear(*bfloat16_case("clustered"), 4, "bfloat16")
+    assert during == [("tf32", "ieee", False)] * 2 and [dtype for dtype, _ in searched] == [
+        torch.bfloat16,
+        torch.float32,
+    ]
+    assert loose() == ("tf32", "tf32", True)
+    topk_linear(*bfloat16_case("normal"), 4, "float32")
+    assert during[2] == ("tf32", "tf32", True)  # nothing was promised
+    with pytest.raises(RuntimeError), sparse._exact(torch.device("cuda")):
+        assert loose() == ("ieee", "tf32", False)
+        raise RuntimeError
+    assert loose() == ("tf32", "tf32", True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits_are_searched_as_they_are(dtype, searched):
+    """A proposal is coarser than what it is for, or is of no use; gradients flow all the same."""
+    inputs = [t.to(dtype) for t in bfloat16_case("normal", 16, 8, 200)]
+    upstream = torch.randn(16, 5)
+
+    def run(proposals):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        values, indices = topk_linear(*leaves, 5, proposals)
+        return values, indices, *torch.autograd.grad((values * upstream).sum(), leaves)
+
+    for got, expected in zip(run("bfloat16"), run("float32"), strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+    assert searched == [(dtype, 16)] * 2
+
+
+def test_in_inference_mode_nothing_is_remembered(searched):
+    """Inference tensors have no version that tells one selection from the next in the same memory."""
+    values, indices, weight = decode_inputs(6, 3, 9, 4)
+    with torch.inference_mode():
+        x, gate, bias = bfloat16_case("normal", 16, 8, 200)
+        got = topk_linear(x, gate, bias, 5, "bfloat16")
+        own = indices.clone()
+        for _ in range(3):
+            own.copy_(torch.randint(9, (6, 3)))
+            rows = torch.randn(6, 4, dtype=torch.float64)
+            expected = (weight[own] * rows.unsqueeze(1)).sum(-1)
+            torch.testing.assert_close(sparse._gather_dot(rows, own, weight), expected)
+    torch.testing.assert_close(dense(*got, 200), dense(*topk_linear(x.clone(), gate.clone(), bias.clone(), 5), 200))
+    check_decode(values, indices, weight)
+
+
 def test_rows_that_nothing_can_be_proven_of_are_searched_as_always(searched):
     x, weight, bias = bfloat16_case("normal", tokens=9)
     x[2, 0], x[5, 1] = torch.nan, torch.inf
