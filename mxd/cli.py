@@ -598,7 +598,7 @@ def info(checkpoint: str) -> None:
     for path in find_layers(checkpoint, weights=False):
         config = read_config(path)
         described[str(cached_reference(path) or path)] = {
-            "parameters": parse_layer(config.get("layer") or {}).num_params,
+            "parameters": parse_layer(config.get("layer")).num_params,
             **config,
         }
     _say(json.dumps(described, indent=2))
