@@ -376,10 +376,10 @@ def _load(
 ) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if place.gguf else {}
     config = read_config(place)
     held = find_weights(place, getattr(config, "transformers_weights", None), allow_pickle)
     _check_memory(held, dtype)
-    quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if place.gguf else {}
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers has the Hub convert pickles
     with bounded(held):
         loaded: Any = AutoModelForCausalLM.from_pretrained(

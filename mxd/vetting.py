@@ -269,22 +269,33 @@ class _Header:
         magic, version, tensors, pairs = self.take("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r}, version {version}, expected GGUF, version 2 or 3")
-        for _ in range(pairs):
-            name = self.text()
-            value = self.value(*self.take("I"))
-            if value is not None:
-                check_config({name.decode("utf-8", "replace"): value})
-        values = 0
-        for _ in range(tensors):
-            self.text()
-            (rank,) = self.take("I")
-            if rank > MOST_RANK:
-                raise ValueError(f"its header gives a tensor {rank:,} dimensions, expected at most {MOST_RANK}")
-            values += math.prod(self.take(f"{rank}Q"))
-            self.take("IQ")
+        said = {self.name(): self.value(*self.take("I")) for _ in range(pairs)}
+        check_config({name: value for name, value in said.items() if not isinstance(value, bytes)})
+        family = said.get("general.architecture")
+        if not isinstance(family, bytes):
+            raise ValueError("its header has no general.architecture")
+        sizes = [(self.name(), self.size()) for _ in range(tensors)]
+        values = sum(size for _, size in sizes)
         if values > 8 * len(self.data):  # its smallest weights have 1.6 bits
             raise ValueError("it is cut off: its header promises more weights than it has room for")
+        there = len({name.split(".")[1] for name, _ in sizes if name.startswith("blk.")})
+        counted = said.get(f"{family.decode('utf-8', 'replace')}.block_count", 0)
+        if counted != there or not there:  # transformers would take its usual number, and search for each in all
+            raise ValueError(f"its header counts {counted!r} blocks, its tensors belong to {there}")
         return Held(values, tensors)
+
+    def size(self) -> int:
+        """Return the number of values of the next tensor."""
+        (rank,) = self.take("I")
+        if rank > MOST_RANK:
+            raise ValueError(f"its header gives a tensor {rank:,} dimensions, expected at most {MOST_RANK}")
+        size = math.prod(self.take(f"{rank}Q"))
+        self.take("IQ")  # its kind, and where it begins
+        return size
+
+    def name(self) -> str:
+        """Return the next name."""
+        return self.text().decode("utf-8", "replace")
 
     def take(self, form: str) -> tuple[Any, ...]:
         """Return the next numbers."""
@@ -297,13 +308,12 @@ class _Header:
         (length,) = self.take("Q")
         return self.take(f"{length}s")[0]
 
-    def value(self, kind: int) -> int | float | None:
-        """Return the next value if it is a number, else pass over it."""
+    def value(self, kind: int) -> int | float | bytes | None:
+        """Return the next value; ``None`` for a list, which is passed over."""
         if kind in _WIDTHS:
             return self.take(_WIDTHS[kind])[0]
         if kind == 8:
-            self.text()
-            return None
+            return self.text()
         inner, count = self.take("IQ")
         if kind != 9 or inner not in (8, *_WIDTHS):
             raise ValueError(f"its header holds a value of kind {kind} ({inner}), which GGUF does not have")

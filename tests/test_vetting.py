@@ -371,6 +371,17 @@ def pairs_with(**fields):
     return models.gguf_bytes([(name, kind, fields.get(name, value)) for name, kind, value in pairs], tensors)
 
 
+def without(gone):
+    pairs, tensors = models.gguf_parts()
+    return models.gguf_bytes([pair for pair in pairs if pair[0] != gone], tensors)
+
+
+def renamed(family, other):
+    pairs, tensors = models.gguf_parts()
+    pairs = [(name.replace(family, other), kind, other if value == family else value) for name, kind, value in pairs]
+    return models.gguf_bytes(pairs, tensors)
+
+
 def header(version=3, tensors=0, pairs=0, magic=b"GGUF", rest=b""):
     return struct.pack("<4sIQQ", magic, version, tensors, pairs) + rest
 
@@ -385,24 +396,29 @@ def with_tensor(shape):
     return models.gguf_bytes(pairs, [(name, shape, kind, data), *tensors[1:]])
 
 
+LLAMA = text("general.architecture") + struct.pack("<I", 8) + text("llama")
 GGUF = {
-    "24 bytes": (header(), "no `general.architecture`"),
+    "24 bytes": (header(), "its header has no general.architecture"),
     "empty": (b"", "empty"),
     "other magic": (header(magic=b"GGML"), "begins with b'GGML', version 3, expected GGUF, version 2 or 3"),
     "version": (header(version=1), "version 1, expected GGUF, version 2 or 3"),
     "pairs without end": (header(pairs=2**60), "cut off, or no GGUF file"),
-    "tensors without end": (header(tensors=2**60), "cut off, or no GGUF file"),
+    "tensors without end": (header(tensors=2**60, pairs=1, rest=LLAMA), "cut off, or no GGUF file"),
     "long name": (header(pairs=1, rest=struct.pack("<Q", 2**62)), "cut off, or no GGUF file"),
     "longer name": (header(pairs=1, rest=struct.pack("<Q", 2**64 - 1)), "cut off, or no GGUF file"),
     "long list": (header(pairs=1, rest=text("a") + struct.pack("<IIQ", 9, 4, 2**60)), "cut off, or no GGUF file"),
     "list of lists": (header(pairs=1, rest=text("a") + struct.pack("<IIQ", 9, 9, 2**60)), r"kind 9 \(9\)"),
     "unknown kind": (header(pairs=1, rest=text("a") + struct.pack("<IIQ", 77, 0, 0)), "kind 77"),
     "blocks": (pairs_with(**{"llama.block_count": 300_000}), "llama.block_count to more than 10,000"),
-    "some blocks": (pairs_with(**{"llama.block_count": 9_000}), "asks for more than 1,210 modules and tensors"),
+    "more blocks": (pairs_with(**{"llama.block_count": 32}), "its header counts 32 blocks, its tensors belong to 2"),
+    "fewer blocks": (pairs_with(**{"llama.block_count": 1}), "its header counts 1 blocks, its tensors belong to 2"),
+    "no blocks": (without("llama.block_count"), "its header counts 0 blocks, its tensors belong to 2"),
     "heads": (pairs_with(**{"llama.attention.head_count": 2**31}), "head_count to more than 10,000"),
     "width": (pairs_with(**{"llama.embedding_length": 2**30}), "asks for more than|cannot load base model"),
     "NaN": (pairs_with(**{"llama.attention.layer_norm_rms_epsilon": float("nan")}), "rms_epsilon to NaN"),
-    "architecture": (pairs_with(**{"general.architecture": "x"}), "cannot load base model"),
+    "architecture": (pairs_with(**{"general.architecture": "x"}), "its header counts 0 blocks"),
+    "nothing else": (header(pairs=1, rest=LLAMA), "its header counts 0 blocks, its tensors belong to 0"),
+    "other architecture": (renamed("llama", "mamba"), "cannot load base model"),
     "dimensions": (with_tensor([1] * 9), "a tensor 9 dimensions, expected at most 8"),
     "large tensor": (with_tensor([2**40, 2**20]), "its header promises more weights than it has room for"),
     "other tensor": (with_tensor([8, 200]), "cannot load base model"),
@@ -418,7 +434,7 @@ def test_gguf_files_that_are_damaged_or_promise_too_much(tmp_path, name):
     at = tmp_path / "model.gguf"
     at.write_bytes(data)
     refused(at, message)
-    if name not in ("some blocks", "width", "large tensor", "other tensor", "cut"):
+    if name not in ("width", "other tensor", "other architecture", "cut"):
         with pytest.raises(MxdError, match=message):
             outline(at)
 
