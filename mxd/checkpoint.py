@@ -245,8 +245,7 @@ def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
         provenance = Provenance.model_validate(config.get("provenance"))
     except ValidationError as error:
         raise MxdError(f"{folder}/config.json: bad provenance: {error}") from error
-    fields = config.get("layer")
-    return parse_layer(fields if isinstance(fields, dict) else {}), provenance
+    return parse_layer(config.get("layer")), provenance
 
 
 def read_config(folder: Path) -> dict[str, Any]:

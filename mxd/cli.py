@@ -598,7 +598,7 @@ def info(checkpoint: str) -> None:
     for path in find_layers(checkpoint, weights=False):
         config = read_config(path)
         described[str(cached_reference(path) or path)] = {
-            "parameters": parse_layer(config.get("layer") or {}).num_params,
+            "parameters": parse_layer(config.get("layer")).num_params,
             **config,
         }
     _say(json.dumps(described, indent=2))
@@ -684,7 +684,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
     marker = config.folder / "evaluation.json"
     earlier = config.folder / "config.yaml"
-    is_demo = earlier.exists() and earlier.read_text(encoding="utf-8") == dump_config(config)
+    is_demo = earlier.exists() and earlier.read_text("utf-8", "replace") == dump_config(config)
     interrupted = is_demo and not marker.exists()
     if is_demo and not interrupted:
         shutil.rmtree(config.folder)

@@ -57,7 +57,9 @@ class ModelConfig(Section):
     device: str = "auto"
     """``auto`` (CUDA where there is one), ``cpu``, ``cuda``."""
     trust_remote_code: bool = False
-    """Run model code from the Hub repository."""
+    """Run model code from the Hub repository, and kernels that its config names."""
+    allow_pickle: bool = False
+    """Read weights from ``pytorch_model.bin`` where there is no safetensors file."""
 
 
 class DataConfig(Section):

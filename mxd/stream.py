@@ -148,6 +148,7 @@ def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
         dtype=settings.dtype,
         device=local_device(settings.device),
         trust_remote_code=settings.trust_remote_code,
+        allow_pickle=settings.allow_pickle,
     )
 
 

@@ -232,6 +232,9 @@ def test_demo_leaves_table_and_figure(
         (tmp_path / "mine" / name).write_text("{}")
     code, _, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "mine")
     assert code == 1 and "already holds a run" in err and (tmp_path / "mine" / "evaluation.json").exists()
+    (tmp_path / "mine" / "config.yaml").write_bytes(b"\xff")
+    code, _, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "mine")
+    assert code == 1 and "already holds a run" in err
     for method in ("MxD", "TC", "STC", "CP-muMoE"):
         assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
         assert method in out

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command import mxd as command
+from command import mxd as run_mxd
 from damage import fit_hash
 from rich.table import Table
 from rich.text import Text
@@ -113,6 +113,16 @@ def test_whole_numbers_in_the_place_of_weights_are_refused(layer, dtype):
     fit_hash(layer)
     with pytest.raises(MxdError, match=rf"decoder is {dtype}, expected torch.float32"):
         load_layer(layer)
+
+
+@pytest.mark.parametrize("fields", [[1], "x", 3, None, {}], ids=str)
+def test_a_layer_that_is_no_mapping_is_refused_wherever_it_is_read(layer, fields, capsys):
+    held = json.loads((layer / "config.json").read_text())
+    (layer / "config.json").write_text(json.dumps(held | {"layer": fields}))
+    with pytest.raises(MxdError, match="unknown method None; choose one of: "):
+        load_layer(layer)
+    code, _, err = run_mxd(capsys, "info", layer)
+    assert code == 1 and "unknown method None" in err
 
 
 def test_half_precision_weights_are_read_as_they_always_were(layer):
@@ -486,7 +496,7 @@ def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2)
         ["convert", run, tmp_path / HOSTILE, "--to", "sparsify", *on],
         ["train", written(tmp_path / "\x1b[2J.yaml", "x: \x07")],
     ):
-        code, out, err = command(capsys, *words)
+        code, out, err = run_mxd(capsys, *words)
         assert code == (words[0] in ("push", "convert", "train")), err
         told += out + err
     assert not CONTROL.search(told)
@@ -514,7 +524,8 @@ def test_words_of_commands_are_quoted():
 
 def test_a_short_fuzz_finds_nothing(tmp_path):
     """A part of it that takes seconds; `python scripts/fuzz.py` is the whole."""
-    names = ["layer", "huge layer", "run state", "config", "overrides", "labelled set", "text", "reference to the Hub"]
+    names = ["layer", "huge layer", "run state", "config", "overrides", "labelled set", "text", "base model"]
+    names += ["reference to the Hub"]
     command = [sys.executable, str(SCRIPTS / "fuzz.py"), "--inputs", "250", "--json", str(tmp_path / "fuzz.json")]
     command += [word for name in names for word in ("--only", name)] + ["--findings", str(tmp_path / "findings")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

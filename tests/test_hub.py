@@ -4,12 +4,14 @@ All of it goes through huggingface_hub's own client over HTTP to a Hub on 127.0.
 """
 
 import errno
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from mxd.errors import MxdError
 from mxd.hub import HubReference, cached_reference, reference_of
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.model import outline
 from mxd.splice import RevisionWarning, spliced
 
 WRITER, READER = "hf_thewriter1", "hf_thereader1"
@@ -842,3 +845,75 @@ def test_the_endpoint_is_set_by_its_environment_variable(hub, single, tmp_path):
 
 def _sha256(path):
     return Blob(path.read_bytes(), True).sha256
+
+
+# Base models
+
+
+@pytest.fixture
+def base_files(build_model, tokenizer, tmp_path):
+    """The files of a tiny GPT-2's repository."""
+    build_model("gpt2").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+
+
+def test_a_base_model_is_pinned_to_the_commit_it_was_read_at(hub, base_files, gpt2, ids):
+    serve(hub, "org/base", base_files)
+    model = mxd.load_frozen("org/base", device="cpu")
+    assert torch.equal(model.logits(ids), gpt2.logits(ids))
+    assert model.revision == hub.repos["org/base"].branches["main"]
+    hub.repos["org/base"].commit("main", {}, "emptied")
+    hub.log.clear()
+    again = mxd.load_frozen("org/base", revision=model.revision, device="cpu", local_files_only=True)
+    assert torch.equal(again.logits(ids), gpt2.logits(ids)) and not hub.asked("GET", "safetensors")
+    assert outline("org/base", revision=model.revision).revision == model.revision
+
+
+def test_a_base_model_that_is_a_pickle_is_neither_fetched_nor_converted(hub, base_files, gpt2, ids):
+    from safetensors.torch import load
+
+    buffer = io.BytesIO()
+    torch.save(load(base_files.pop("model.safetensors")), buffer)
+    serve(hub, "org/base", base_files | {"pytorch_model.bin": buffer.getvalue()})
+    with pytest.raises(MxdError, match=r"its weights are a pickle \(pytorch_model.bin\).*model.allow_pickle"):
+        mxd.load_frozen("org/base", device="cpu")
+    assert not hub.asked("GET", r"\.bin")
+    model = mxd.load_frozen("org/base", device="cpu", allow_pickle=True)
+    assert torch.equal(model.logits(ids), gpt2.logits(ids))
+    assert not [thread for thread in threading.enumerate() if "conversion" in thread.name]
+    assert not hub.asked("POST", "") and not hub.asked("GET", "commits|discussions")  # what a conversion begins with
+
+
+def test_shards_of_a_base_model_lie_in_its_repository(hub, base_files, gpt2, ids):
+    whole = base_files.pop("model.safetensors")
+    names = list(gpt2.module.state_dict())
+    index = {
+        "metadata": {"total_size": len(whole)},
+        "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors"),
+    }
+    files = base_files | {"model-00001-of-00001.safetensors": whole}
+    serve(hub, "org/base", files | {"model.safetensors.index.json": json.dumps(index).encode()})
+    assert torch.equal(mxd.load_frozen("org/base", device="cpu").logits(ids), gpt2.logits(ids))
+    for name in ("../../x.safetensors", "pytorch_model.bin"):
+        index["weight_map"][names[0]] = name
+        serve(hub, "org/evil", files | {"model.safetensors.index.json": json.dumps(index).encode()})
+        with pytest.raises(MxdError, match=r"names .*, expected .safetensors files beside it"):
+            mxd.load_frozen("org/evil", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 300_000}, "n_layer to more than 10,000"),
+        ({"_attn_implementation": "x/kernel"}, "may fetch code from the Hub"),
+    ],
+    ids=["size", "kernel"],
+)
+def test_a_base_models_config_is_looked_at_before_its_weights_come(hub, base_files, change, message):
+    config = json.loads(base_files["config.json"]) | change
+    serve(hub, "org/base", base_files | {"config.json": json.dumps(config).encode()})
+    for read in (mxd.load_frozen, outline):
+        with pytest.raises(MxdError, match=message):
+            read("org/base")
+    assert not hub.asked("GET", "safetensors")

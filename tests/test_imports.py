@@ -23,6 +23,7 @@ ORDER = [
     "ops",
     "layers",
     "losses",
+    "vetting",
     "model",
     "data",
     "activations",

@@ -281,11 +281,12 @@ def scored_texts(
         raise MxdError(f"no scored texts at {str(path)!r}; expected a file: {', '.join(readers)}.")
     try:
         table = readers[path.suffix]()
-    except (OSError, pyarrow.ArrowException) as error:
+        names = table.column_names
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # names that are not UTF-8, too
         raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
     for column in (text_column, score_column):
-        if column not in table.column_names:
-            have = ", ".join(table.column_names)
+        if column not in names:
+            have = ", ".join(names)
             raise MxdError(f"{path}: no column {column!r}; it has: {have}. Set --text-column, --score-column.")
     try:
         texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()

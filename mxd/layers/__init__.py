@@ -25,13 +25,13 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
 AnyReplacement = Annotated[MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig, Field(discriminator="method")]
 
 
-def parse_layer(fields: dict[str, Any]) -> ReplacementConfig:
+def parse_layer(fields: Any) -> ReplacementConfig:
     """Read a layer's config from plain data, as a checkpoint stores it.
 
     Raises:
-        MxdError: no or unknown method, or a field the method does not have.
+        MxdError: not a mapping, no or unknown method, or a field the method does not have.
     """
-    method = fields.get("method")
+    method = fields.get("method") if isinstance(fields, dict) else None
     if not isinstance(method, str) or method not in LAYERS:
         raise unknown("method", method, LAYERS)
     try:

@@ -6,6 +6,8 @@ from typing import Any
 
 from mxd.checkpoint import atomic_file
 from mxd.errors import printable
+from mxd.plain import sayable
+from mxd.report.source import Node
 
 STYLES = {
     "MxD": ("#d1495b", "o"),
@@ -20,29 +22,36 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     """Draw normalized MSE and cross-entropy increase against K, one line for each method and layer (MxD, figure 3).
 
     Splices of several layers and layers without a K are left out.
+
+    Raises:
+        MxdError: the evaluation lacks what is drawn.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    lines: dict[tuple[str, int], list[tuple[int, float, float, float]]] = {}
-    for result in evaluation["results"].values():
+    document = Node(evaluation, "evaluation.json")
+    data = document["data"]
+    model, source, split = (_literal(each.text()) for each in (document["model"], data["source"], data["split"]))
+    lines: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
+    for _, result in document["results"].items():
         what = result["replacements"][0]
-        if len(result["replacements"]) > 1 or what["k"] is None:
+        if len(list(result["replacements"])) > 1 or what["k"].value is None:
             continue
-        metrics = result["layers"][str(what["layer"])]
-        point = (what["k"], metrics["normalized_mse"], result["ce_increase"], result["ce_increase_se"])
-        lines.setdefault((what["method"], what["layer"]), []).append(point)
+        layer = str(what["layer"].value)
+        nmse = result["layers"][layer]["normalized_mse"].number()
+        point = (what["k"].number(), nmse, result["ce_increase"].number(), result["ce_increase_se"].number())
+        lines.setdefault((_literal(what["method"].text()), layer), []).append(point)
     several = len({layer for _, layer in lines}) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     for (method, layer), points in lines.items():
         points.sort()
-        ks, nmse, increase, error = zip(*points, strict=True)
+        ks, errors, increase, deviations = zip(*points, strict=True)
         color, marker = STYLES.get(method, ("black", "x"))
         style = {"color": color, "marker": marker, "label": f"{method}, layer {layer}" if several else method}
-        left.plot(ks, nmse, **style)
-        right.errorbar(ks, increase, yerr=error, capsize=3, **style)
+        left.plot(ks, errors, **style)
+        right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
     for axes, title in ((left, "normalized MSE"), (right, "cross-entropy increase (nats per token)")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({p[0] for points in lines.values() for p in points}), minor=False)
@@ -54,11 +63,14 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     if lines:
         left.legend(frameon=False)
-    data = evaluation["data"]
-    title = f"{evaluation['model']}, {data['source']} {data['split']} text: lower is more faithful"
-    figure.suptitle(printable(title), fontsize=10, parse_math=False)
+    figure.suptitle(f"{model}, {source} {split} text: lower is more faithful", fontsize=10)
     path = Path(path)
     with atomic_file(path) as file:
         figure.savefig(file, dpi=160, format=path.suffix[1:])
     plt.close(figure)
     return path
+
+
+def _literal(text: str) -> str:
+    """Return a text that matplotlib shows as it is, not as a formula."""
+    return printable(sayable(text)).replace("$", r"\$")

@@ -1,7 +1,6 @@
 """What is in a run's folder: trained layers, training metrics, and the results of whatever was evaluated."""
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from mxd.checkpoint import Provenance, find_layers, read_layer
 from mxd.errors import MxdError
 from mxd.layers import ReplacementConfig
+from mxd.plain import parse_json
 from mxd.report.figures import STYLES
 from mxd.report.source import Node, read_document
 
@@ -186,11 +186,11 @@ def _layers(folder: Path) -> list[Path]:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             row["replacement"], float(row["normalized_mse"]), int(row["tokens"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise MxdError(
                 f"{path}, line {number}, is not what `mxd train` writes; delete it from there on."
             ) from error

@@ -133,7 +133,9 @@ def damaged_tensors(draw: Draw, data: bytes, others: Sequence[bytes] = ()) -> by
         header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     except (ValueError, RecursionError):
         return damaged(draw, data, others)
-    names = [name for name in header if name != "__metadata__"]
+    if not isinstance(header, dict):
+        return damaged(draw, data, others)
+    names = [name for name, said in header.items() if _lists(said, "shape", "data_offsets")]
     kind = draw(st.integers(0, 9))
     if names and kind < 8:
         name = names[draw(chances) % len(names)]
@@ -156,7 +158,7 @@ def damaged_tensors(draw: Draw, data: bytes, others: Sequence[bytes] = ()) -> by
         else:
             kinds = ("nan", "inf", "-inf", 1e38)
             number = struct.pack("<f", float(draw(st.sampled_from(kinds))))
-            begin = header[name]["data_offsets"][0]
+            begin = next((n for n in header[name]["data_offsets"] if isinstance(n, int)), 0)
             body = body[:begin] + number + body[begin + 4 :]
     elif kind == 8:
         header = spoilt(draw, header)
@@ -167,6 +169,10 @@ def damaged_tensors(draw: Draw, data: bytes, others: Sequence[bytes] = ()) -> by
     raw += b" " * (-len(raw) % 8)
     stated = draw(st.sampled_from((len(raw),) * 8 + (0, len(raw) - 1, len(raw) + 8, 10**8, 2**63, 2**64 - 1)))
     return struct.pack("<Q", stated) + raw + body
+
+
+def _lists(said: Any, *names: str) -> bool:
+    return isinstance(said, dict) and all(isinstance(said.get(name), list) for name in names)
 
 
 def localised(value: Any, root: Path) -> Any:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from hypothesis import strategies as st
 
+from fuzzing import models
 from fuzzing.strategies import (
     MARK,
     Draw,
@@ -788,6 +789,111 @@ def words(draw: Draw, root: Path, source: Path) -> Load:
     return lambda: command(*(word.replace("\0", "") for word in given))
 
 
+# Base models
+
+
+def base_models(folder: Path) -> Any:
+    """Write tiny models of every family and form, and return what a GGUF file is made of."""
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    models.save_all(folder)
+    return folder, models.gguf_parts()
+
+
+def base_model(draw: Draw, root: Path, prepared: Any) -> Load:
+    """A base model's folder or GGUF file, loaded and read with, or outlined."""
+    from mxd.model import load_frozen, outline
+
+    source, parts = prepared
+    name = draw(st.sampled_from((*models.FAMILIES, "pickle", "gguf", "gguf")))
+    folder = root / "input"
+    shutil.copytree(source / name, folder)
+    if name == "gguf":
+        if draw(st.integers(0, 3)):
+            (folder / "model.gguf").write_bytes(_spoilt_gguf(draw, *parts))
+        else:
+            spoil_files(draw, folder, root, source)
+    elif draw(st.booleans()):
+        path = folder / "config.json"
+        write_json(path, _spoilt_settings(draw, json.loads(path.read_text())), root)
+    else:
+        spoil_files(draw, folder, root, source)
+    at = folder / "model.gguf" if name == "gguf" else folder
+    only_outlined, allow_pickle = draw(st.integers(0, 4)) == 0, draw(st.booleans())
+
+    def load() -> None:
+        if only_outlined:
+            outline(at).mlp_shape(0)
+            return
+        base = load_frozen(at, device="cpu", allow_pickle=allow_pickle)
+        ids = torch.tensor([base.tokenizer("the end")["input_ids"]])
+        base.logits(ids)
+        base.record(ids, [0])
+        base.mlp_shape(0)
+        base.fingerprint(0)
+
+    return load
+
+
+def _spoilt_settings(draw: Draw, config: Any) -> Any:
+    """Return a config.json with other sizes, or with what makes transformers fetch or run something."""
+    kind = draw(st.integers(0, 3))
+    if kind == 0:
+        return spoilt(draw, config)
+    names = sorted(name for name, value in config.items() if isinstance(value, int | float))
+    types = ("gpt2", "llama", "gpt_neo", "bloom", "mamba", "mixtral", "qwen3", "gemma2", "opt", "bert", "t5", "x", 3)
+    others = {
+        "model_type": st.sampled_from(types),
+        "_attn_implementation": st.sampled_from(("x/kernel", "flash_attention_2", "eager", {"": "x/y"}, 3)),
+        "experts_implementation": st.sampled_from(("x/kernel", "eager", 3)),
+        "quantization_config": st.sampled_from(({"quant_method": "gptq"}, {"load_in_8bit": True}, {}, "x")),
+        "auto_map": st.sampled_from(({"AutoConfig": "x.Y", "AutoModelForCausalLM": "x--y.Z"}, ["x"], "x")),
+        "transformers_weights": st.sampled_from(("adapter_model.bin", "../x.safetensors", "model.safetensors", 3)),
+        "configuration_files": st.sampled_from((["config.4.0.0.json"], ["config.1.json"], 3)),
+        "rope_parameters": values | st.sampled_from(({"rope_type": "yarn", "factor": 1e9}, {"rope_theta": 0})),
+        "num_labels": numbers,
+        "layer_types": st.sampled_from((["full_attention"] * 2, ["x"], 3)),
+        "dtype": texts | st.sampled_from(("load", "float8_e4m3fn", "int8")),
+        "per_layer_config": values,
+    }
+    for _ in range(draw(st.integers(1, 3))):
+        if kind == 1:
+            name = draw(st.sampled_from(sorted(others)))
+            config[name] = draw(others[name])
+        else:
+            config[draw(st.sampled_from(names))] = draw(numbers if kind == 2 else atoms)
+    return config
+
+
+def _spoilt_gguf(draw: Draw, pairs: models.Pairs, tensors: models.Tensors) -> bytes:
+    """Return a GGUF file with wrong values, kinds, sizes, counts or bytes."""
+    pairs, tensors, counts = list(pairs), list(tensors), None
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(chances) % len(pairs)
+        name, kind, value = pairs[at]
+        change = draw(st.integers(0, 7))
+        if change == 0:
+            del pairs[at]
+        elif change == 1:
+            pairs[at] = (draw(texts), kind, value)
+        elif change == 2:
+            pairs[at] = (name, draw(st.sampled_from((0, 3, 4, 6, 8, 10, 12, 99))), draw(atoms))
+        elif change == 3:
+            pairs[at] = (name, 9, (draw(st.sampled_from((4, 6, 8, 9, 99))), []))
+        elif change < 6 and kind in models.NUMBERS:
+            pairs[at] = (name, kind, draw(numbers))
+        elif change == 6:
+            counts = (draw(st.sampled_from((0, 1, 20, 2**31, 2**60))), draw(st.sampled_from((0, 1, 17, 2**31, 2**60))))
+        else:
+            at = draw(chances) % len(tensors)
+            name, shape, kind, data = tensors[at]
+            sizes = st.lists(st.sampled_from((0, 1, 8, 260, 2**20, 2**32, 2**62)), max_size=5)
+            tensors[at] = (name, draw(st.just(shape) | sizes), draw(st.sampled_from((0, 1, 2, 8, 14, 30, 99))), data)
+    data = models.gguf_bytes(pairs, tensors, counts, draw(st.sampled_from((3, 3, 3, 2, 1, 0x03000000))))
+    return damaged(draw, data, most=1)
+
+
 TARGETS = {
     "layer": Target(layers, one_layer, 40),
     "huge layer": Target(layers, huge_layer, 6),
@@ -802,6 +908,7 @@ TARGETS = {
     "text": Target(tables, documents, 20),
     "report": Target(results, report, 2),
     "card": Target(cards, card, 3),
+    "base model": Target(base_models, base_model, 12),
     "reference to the Hub": Target(lambda folder: None, reference, 20),
     "download": Target(hub, download, 2),
     "command line": Target(layers, words, 1),

@@ -437,9 +437,10 @@ def test_bad_scored_texts_are_named(tmp_path):
         ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score None"),
         ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read scored texts"),
         ("e.parquet", "no", "cannot read scored texts"),
+        ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read scored texts"),
     ):
         path = tmp_path / name
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(MxdError, match=message):
             scored_texts(path)
     with pytest.raises(MxdError, match=r"no scored texts at 'nowhere\.csv'"):

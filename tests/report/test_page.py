@@ -294,6 +294,9 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     assert table.rows[-1][0].text == "together: 2 layers at once" and len(table.rows) == 7
 
 
+METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
+
+
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
@@ -307,10 +310,15 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
         ("masking.json", '{"results": {"a": {"domains": ["x"], "units": {}, "matrix": [["y"]]}}}', "is not a number"),
         ("generation.json", '{"results": []}', "generation.json#/results is not an object"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl, line 1"),
+        ("metrics.jsonl", METRICS + b"\xff" + METRICS, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", METRICS + b"[" * 100_000, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", METRICS.replace(b"64", b"1e999"), "metrics.jsonl, line 1"),
+        ("metrics.jsonl", METRICS.replace(b"0.5", b"9" * 400), "metrics.jsonl, line 1"),
     ],
+    ids=range(10),
 )
 def test_a_damaged_file_is_named(tmp_path, file, text, said):
-    (tmp_path / file).write_text(text)
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(MxdError, match=said):
         write_report(tmp_path)
 

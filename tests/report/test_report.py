@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from mxd.errors import MxdError
 from mxd.report.figures import frontier
 from mxd.report.tables import caption, markdown_tables, tables, terminal_tables
 
@@ -107,6 +110,31 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
     labels = [label for label, _ in drawn if label]
     assert labels == ["MxD, layer 2", "TC, layer 3"]
     assert list(drawn[0][1][0]) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda found: found["data"].pop("source"), r"evaluation.json#/data has no 'source'"),
+        (lambda found: found.update(model=3), r"evaluation.json#/model is not a text"),
+        (lambda found: found["results"]["a"].update(replacements=[]), r"#/results/a/replacements has no 0"),
+        (lambda found: found["results"]["a"]["replacements"][0].pop("k"), r"#/results/a/replacements/0 has no 'k'"),
+        (lambda found: found["results"]["a"].update(layers={}), r"#/results/a/layers has no '2'"),
+        (lambda found: found["results"]["a"].update(ce_increase="x"), r"#/results/a/ce_increase is not a number"),
+    ],
+    ids=range(6),
+)
+def test_a_figure_of_a_damaged_evaluation_names_what_is_missing(tmp_path: Path, damage, said) -> None:
+    found = evaluation({"a": result("MxD", 8, 2, 0.25)})
+    damage(found)
+    with pytest.raises(MxdError, match=said):
+        frontier(found, tmp_path / "f.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_in_a_figure_are_text_and_no_formulas(tmp_path: Path) -> None:
+    found = evaluation({"a": result("$\\frac{$", 8, 2, 0.25)}) | {"model": "$\\frac{$ \ud800"}
+    assert frontier(found, tmp_path / "f.png").stat().st_size
 
 
 def test_continuations_are_green_as_far_as_they_agree_and_red_from_there() -> None:
