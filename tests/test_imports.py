@@ -34,6 +34,7 @@ ORDER = [
     "store",
     "cache",
     "formats",
+    "questions",
     "config",
     "splice",
     "export",

@@ -9,8 +9,7 @@ from typing import Any
 from mxd.errors import MxdError
 from mxd.model import bundled_path
 from mxd.plain import parse_json, regular, sayable
-
-LEVELS = ("sample", "token")
+from mxd.questions import DEFAULTS
 
 BUNDLED_SETS = {"factbook": "sample", "languages": "sample", "gender": "token"}
 """Name -> whether a label says something of the whole text, or of the name at its end (``mxd/assets/README.md``)."""
@@ -37,7 +36,10 @@ class LabelledTexts:
 
 
 def labelled_texts(
-    source: str | Path, text_column: str = "text", label_column: str = "label", split: str = "train"
+    source: str | Path,
+    text_column: str = DEFAULTS.probing.text_column,
+    label_column: str = DEFAULTS.probing.label_column,
+    split: str = DEFAULTS.probing.split,
 ) -> LabelledTexts:
     """Read a labelled set.
 

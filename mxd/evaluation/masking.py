@@ -24,6 +24,7 @@ from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.structure import codes, evaluating
 from mxd.model import FrozenModel
 from mxd.progress import Advance, progress
+from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
 
 TrainedSets = Mapping[str, Mapping[int, Trained]]
@@ -72,11 +73,11 @@ def evaluate_masking(
     sets: TrainedSets,
     texts: Sequence[str],
     labels: Sequence[str],
-    ratio: float = 2.0,
-    limit: int = 100,
+    ratio: float = DEFAULTS.masking.ratio,
+    limit: int = DEFAULTS.masking.limit,
     context: int = 128,
     bos: bool = True,
-    seed: int = 0,
+    seed: int = DEFAULTS.masking.seed,
     batch: int = 8,
 ) -> dict[str, dict[str, Any]]:
     """Mask each domain's units, and measure what that does to the loss on every domain.
@@ -160,11 +161,11 @@ def evaluate_purging(
     sets: TrainedSets,
     texts: Sequence[str],
     scores: Sequence[float],
-    thresholds: Sequence[float] = (0.2, 0.1, 0.05),
-    limit: int = 500,
+    thresholds: Sequence[float] = PURGING.thresholds,
+    limit: int = PURGING.limit,
     context: int = 128,
     bos: bool = True,
-    seed: int = 0,
+    seed: int = PURGING.seed,
     batch: int = 8,
 ) -> dict[str, dict[str, Any]]:
     """Mask the units whose activity correlates with a score of the text, and measure what that does to the loss.
@@ -232,7 +233,7 @@ def evaluate_purging(
     return results
 
 
-def belonging(scores: Float[Tensor, "domains units"], ratio: float = 2.0) -> Int[Tensor, " units"]:
+def belonging(scores: Float[Tensor, "domains units"], ratio: float = DEFAULTS.masking.ratio) -> Int[Tensor, " units"]:
     """Return the domain of each unit, -1 for none: where its score is at least ``ratio`` times the next largest."""
     best, second = scores.topk(2, dim=0).values
     return torch.where((best > 0) & (best >= ratio * second), scores.argmax(0), -1)
@@ -261,7 +262,7 @@ class Correlation:
 
 
 def scored_texts(
-    path: str | Path, text_column: str = "text", score_column: str = "score"
+    path: str | Path, text_column: str = PURGING.text_column, score_column: str = PURGING.score_column
 ) -> tuple[list[str], list[float]]:
     """Read texts with a number each from a ``.csv``, ``.jsonl`` or ``.parquet`` file.
 

@@ -22,15 +22,10 @@ from mxd.layers import Code, ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS
 from mxd.splice import check_provenance
 
 K = TypeVar("K")
-
-PROMPTS = (
-    *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
-    *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
-)
-"""Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
 
 LEADERS = 3
 """Units named for each prompt."""
@@ -134,7 +129,7 @@ def _only(code: Code, unit: int) -> Code:
     return Code(code.values * (indices == unit), indices, code.all_units)
 
 
-def normalized_rank(layer: ReplacementLayer, first: int = 2000, advance: Any = None) -> float:
+def normalized_rank(layer: ReplacementLayer, first: int = DEFAULTS.structure.experts, advance: Any = None) -> float:
     """Return the mean over units of ``rank(W_n) / min(H, O)`` (equation 23).
 
     A rank counts the singular values above ``max(H, O) eps`` times the largest. A feature's weight is one row, so its
@@ -162,9 +157,9 @@ def evaluate_structure(
     model: FrozenModel,
     trained: Mapping[str, Trained],
     blocks: Blocks,
-    tokens: int = 65_536,
-    experts: int = 2000,
-    prompts: Sequence[str] = PROMPTS,
+    tokens: int = DEFAULTS.structure.tokens,
+    experts: int = DEFAULTS.structure.experts,
+    prompts: Sequence[str] = DEFAULTS.structure.prompts,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Look at the units of trained layers: their ranks, and which of them lead.

@@ -389,7 +389,7 @@ def configs(folder: Path) -> Any:
         "data": {"source": "bundled", "context": 16},
         "sizing": {"expansion": 2},
         "training": {"recipe": "short", "tokens": 10_000, "batch_tokens": 100, "buffer_tokens": 1000},
-        "evaluation": {"questions": ["units"], "tokens": 10},
+        "evaluation": {"questions": ["units"], "units": {"tokens": 10}},
     }
     return raw
 

@@ -13,7 +13,6 @@ from mxd.checkpoint import Provenance, Trained
 from mxd.errors import MxdError
 from mxd.evaluation.labelled import LabelledTexts
 from mxd.evaluation.probing import (
-    Probes,
     Units,
     _pool,
     _Read,
@@ -28,6 +27,7 @@ from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
+from mxd.questions import ProbingConfig, checked
 
 SHARED = " of the world in a year and more than half by law"
 WORDS = {"people": "the president and the citizens of this nation", "goods": "wheat, coffee, sugar, cotton and rice"}
@@ -91,7 +91,7 @@ def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained
         "sae": trained_layer(model, kind=TopKSAEConfig),
         "up": trained_layer(model, 3),
     }
-    found = evaluate_probing(model, members, [given], Probes(candidates=6), forward_tokens=64)
+    found = evaluate_probing(model, members, [given], ProbingConfig(candidates=6), forward_tokens=64)
     down = model.mlp(1).c_proj
     neurons = []
     handle = down.register_forward_pre_hook(lambda module, args: neurons.append(args[0]))
@@ -128,8 +128,8 @@ def test_pooling_and_cutting_are_right_for_every_family_side_and_level(family):
     assert min(lengths) < 23 < max(lengths)  # some are padded, some cut
     order = np.random.RandomState(0).permutation(40)
     for level, side in (("sample", "first"), ("sample", "last"), ("token", "last")):
-        probes = Probes(level=level, side=side, context=24, seed=0)
-        read = _read(given, family.tokenizer, probes, set(masked))
+        probes = ProbingConfig(level=level, side=side, context=24, seed=0)
+        read = _read(given, family.tokenizer, probes, True, set(masked))
         assert read.skipped == 0 and read.labels.tolist() == [given.labels[i] for i in order]
         site = (1, "mlp_in", masked)
         pooled = _pool(family, read, {site}, {}, 100, lambda amount: None)[site]
@@ -162,7 +162,7 @@ def test_the_base_model_runs_once_a_set_whatever_the_number_of_layers(gpt2):
     handle = gpt2.blocks[0].register_forward_hook(lambda *args: forwards.append(1))
     given = [texts(30, name="one"), texts(30, seed=1, name="two")]
     members = {f"l{i}": trained_layer(gpt2, i % 3, seed=i) for i in range(6)}
-    evaluate_probing(gpt2, members, given, Probes(candidates=2), forward_tokens=10_000)
+    evaluate_probing(gpt2, members, given, ProbingConfig(candidates=2), forward_tokens=10_000)
     handle.remove()
     assert len(forwards) == 2
 
@@ -235,36 +235,37 @@ def test_texts_are_drawn_limited_and_left_out_by_the_rules(gpt2):
     given = texts(60)
     short = LabelledTexts("some", [*given.texts, "wheat", ""], [*given.labels, "goods", "goods"])
     layer = {"tc": trained_layer(gpt2)}
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2))["tc"]["some"]
     assert [found[key] for key in ("texts", "skipped", "n_train", "n_test")] == [60, 2, 48, 12]
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2, limit=20))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2, limit=20))["tc"]["some"]
     assert found["texts"] + found["skipped"] == 20
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2, level="token"))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2, level="token"))["tc"]["some"]
     assert (found["texts"], found["skipped"], found["level"], found["side"]) == (61, 1, "token", "last")
 
 
 def test_a_set_says_at_which_level_it_is_probed(gpt2):
-    found = evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, [texts(level="token")], Probes(candidates=2))
+    found = evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, [texts(level="token")], ProbingConfig(candidates=2))
     assert found["tc"]["some"]["level"] == "token"
 
 
 def test_an_mlp_of_unknown_form_has_no_neurons_to_compare_with(build_model, tokenizer):
     model = load_frozen(build_model("phi", intermediate_size=64), tokenizer=tokenizer)
-    found = evaluate_probing(model, {"tc": trained_layer(model)}, [texts(30)], Probes(candidates=2))
+    found = evaluate_probing(model, {"tc": trained_layer(model)}, [texts(30)], ProbingConfig(candidates=2))
     assert set(found) == {"tc"}
 
 
 def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layer = {"tc": trained_layer(gpt2)}
     for options, message in (
-        ({"limit": 0}, "limit is 0; expected at least 1"),
+        ({"limit": 0}, "limit is 0; input should be greater than 0"),
         ({"candidates": 0}, "candidates is 0"),
-        ({"context": 5}, "context is 5; expected at least 6"),
-        ({"level": "text"}, "unknown level 'text'; choose one of: sample, token"),
-        ({"side": "middle"}, "unknown side 'middle'; choose one of: first, last"),
+        ({"context": 5}, "context is 5; input should be greater than or equal to 6"),
+        ({"sets": ()}, "sets is "),
+        ({"level": "text"}, "level is 'text'; input should be 'sample' or 'token'"),
+        ({"side": "middle"}, "side is 'middle'; input should be 'first' or 'last'"),
     ):
         with pytest.raises(MxdError, match=message):
-            Probes(**options)
+            checked(ProbingConfig, **options)
     for members, sets, options, message in (
         ({}, [texts()], {}, "at least one checkpoint and one labelled set"),
         (layer, [], {}, "at least one checkpoint and one labelled set"),
@@ -273,7 +274,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         (layer, [texts()], {"level": "token", "side": "first"}, "drop --first"),
     ):
         with pytest.raises(MxdError, match=message):
-            evaluate_probing(gpt2, members, sets, Probes(**options))
+            evaluate_probing(gpt2, members, sets, ProbingConfig(**options))
     with pytest.raises(MxdError, match="no tokenizer"):
         evaluate_probing(load_frozen(build_model("gpt2")), layer, [texts()])
     with pytest.raises(MxdError, match="has other weights there"):
