@@ -7,8 +7,9 @@ replacement is spliced in, which is the default here; ``on="base"`` adds it to t
 logit of a token by 1 for each time it came before, which the paper does not say: ``frequency_penalty=1``. Masked tokens
 (BOS) are not steered, since the layers were trained without them.
 
-A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. Its answer must be two numbers
-as in "0.75, 0.50". Everything else is a failure: counted, and never replaced by a number.
+A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. It is asked with a paraphrase
+of the paper's prompt, not with its words (``INSTRUCTIONS``). Its answer must be two numbers as in "0.75, 0.50".
+Everything else is a failure: counted, and never replaced by a number.
 """
 
 import os
@@ -63,7 +64,8 @@ else.
 
 TEXT TO EVALUATE:
 {samples}"""
-"""The prompt of the paper's judges (app. D.1), with its anchors."""
+"""A paraphrase of the prompt of the paper's judges (app. D.1): the same axes, anchors and form of answer in other
+words, so that a judge's numbers need not be those it would give to the paper's."""
 ANSWER = re.compile(r"([01]\.\d\d), ([01]\.\d\d)")
 DISAGREEMENT = 0.25
 """Repeats whose answers lie at least one anchor apart on an axis disagree."""
@@ -206,7 +208,7 @@ def read_answer(answer: str) -> tuple[float, float] | None:
 
 
 def judge_prompt(samples: Sequence[str]) -> str:
-    """Return what a judge is asked about a collection (paper, app. D.1)."""
+    """Return what a judge is asked about a collection, after app. D.1 of the paper."""
     marked = "\n".join(f"<sample>{sample}</sample>" for sample in samples)
     return INSTRUCTIONS.format(count=len(samples), samples=marked)
 

@@ -229,8 +229,16 @@ def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
     assert said["layer1-cp-mumoe-r2-k32"] == "CP-muMoE (rank 2)"
     assert said["layer1-tc-k32"] == "TC"
     captions = [block.caption for block in faithfulness.section(run).blocks]
-    for figure in ("figures 10 and 3", "figure 18", "figure 19", "figure 12"):
+    for figure in ("After figures 10 and 3", "After figure 18", "After figure 19", "After figure 12"):
         assert any(figure in caption for caption in captions), figure
+
+
+def test_figures_are_after_the_papers_and_not_as_they_are(run):
+    """Tokens, penalty or protocol differ from the paper's in every one; so does what a judge is asked."""
+    twin = " ".join((run / "report.md").read_text().split())
+    named = re.findall(r"(\w+) figures? \d+", twin)
+    assert len(named) > 8 and set(named) == {"After"}
+    assert "asked with a paraphrase of the paper's prompt" in twin
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):
