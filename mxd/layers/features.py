@@ -33,6 +33,10 @@ class FeatureLayer(ReplacementLayer):
         """Return ``||d_n||``."""
         return self.decoder.square().sum(-1).clamp_min(1e-30).sqrt()
 
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||d_n||``: nothing of a feature's weight is shared."""
+        return self.unit_norms()
+
     def features_out(self, code: Code) -> Float[Tensor, "tokens d_out"]:
         """Return ``z D + b``."""
         return code_product(code, self.decoder) + self.bias
