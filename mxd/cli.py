@@ -438,7 +438,7 @@ def convert(
 def probe(
     *checkpoints: str,
     sets: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = DEFAULTS.probing.sets,
-    level: Literal["sample", "token"] | None = DEFAULTS.probing.level,
+    level: Literal["sample", "span", "token"] | None = DEFAULTS.probing.level,
     last: Annotated[bool | None, Parameter(negative="--first")] = None,
     limit: int = DEFAULTS.probing.limit,
     seed: int = DEFAULTS.probing.seed,
@@ -455,9 +455,10 @@ def probe(
         checkpoints: as for evaluate.
         sets: labelled set, repeated for several: factbook, languages, gender; a .csv, .jsonl or .parquet file; or a Hub
             dataset. `python scripts/fetch_probing.py` fetches more.
-        level: probe the mean over a text's tokens, or its last token; by default what the set is made for.
-        last: which 128 tokens of a longer text are read; by default the first, at the token level the last. The paper
-            reads the last of source code.
+        level: probe the mean over a text's tokens, over those of its span (columns start and end: characters), or its
+            last token; by default the span where the set has one.
+        last: which 128 tokens of a longer text are read; by default the first, at other levels than sample the last.
+            The paper reads the last of source code.
         limit: texts of a set, drawn with the seed.
         seed: orders the texts before they are split 80/20.
         text_column: field that holds the text.

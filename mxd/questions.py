@@ -101,12 +101,12 @@ class ProbingConfig(Section):
 
     sets: Annotated[tuple[str, ...], Field(min_length=1)] = ("factbook", "languages", "gender")
     """Labelled sets: bundled names, .csv, .jsonl or .parquet files, Hub datasets."""
-    level: Literal["sample", "token"] | None = None
-    """What is probed: the mean over a text's tokens (``sample``) or its last ``token``; by default what each set is
-    made for."""
+    level: Literal["sample", "span", "token"] | None = None
+    """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span``, or its last
+    ``token``; by default the span where a set marks one, else the sample."""
     side: Literal["first", "last"] | None = None
     """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
-    source code, to avoid licence headers), the last at the token level."""
+    source code, to avoid licence headers), else the last."""
     limit: PositiveInt = 10_000
     """Texts of each set, drawn with the seed."""
     seed: NonNegativeInt = 42

@@ -1,10 +1,12 @@
 """What do single units know? The best held-out F1 with which one unit tells a class of texts from all others.
 
 The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.1 and app. B.5) and its code: 128 tokens of each
-text, BOS among them; a unit's *pre-activation*, averaged over the tokens (sample level) or at the last one (token
-level); of the first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference
-between the class and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit
-on the held-out texts flatters every method, so the unit that is best in training stands beside it.
+text, BOS among them; a unit's *pre-activation*, averaged over the tokens: all of them (level ``sample``), or those of
+a span that is marked in the text, a surname's for example (level ``span``; the paper calls it the token level); of the
+first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference between the class
+and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit on the held-out texts
+flatters every method, so the unit that is best in training stands beside it. The level ``token``, which is not in the
+paper, reads the last token alone.
 
 A TopK autoencoder of the same run is one more layer here. The raw neurons of the base MLP are probed in any case.
 """
@@ -71,7 +73,8 @@ class _Read:
     """The texts of one set as they are probed, in the order drawn: training texts first."""
 
     ids: list[list[int]]
-    head: int
+    places: list[range]
+    """Where in each stand the tokens that may count."""
     labels: np.ndarray
     level: str
     side: str
@@ -320,17 +323,32 @@ def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[Lab
 def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, masked: set[int]) -> _Read:
     """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
     level = how.level or texts.level
-    side = how.side or ("last" if level == "token" else "first")
+    side = how.side or ("first" if level == "sample" else "last")
     if level == "token" and side == "first":
         raise MxdError("the token level probes the last token of a text; drop --first.")
+    if level == "span" and texts.spans is None:
+        raise MxdError(f"{texts.name} has no spans: give it columns start and end, or choose --level sample or token.")
+    if level == "span" and not getattr(tokenizer, "is_fast", False):
+        raise MxdError(
+            f"probing spans needs a fast tokenizer, which says where in the text each token stands; "
+            f"{type(tokenizer).__name__} does not. Choose --level token for the last token of each text."
+        )
     head = head_ids(tokenizer, bos)
     room, needed = how.context - len(head), MIN_TOKENS if level == "sample" else 1
     order = np.random.RandomState(how.seed).permutation(len(texts.texts))[: how.limit]  # as the paper's code
-    given = tokenizer([texts.texts[i] for i in order], add_special_tokens=False, verbose=False)["input_ids"]
-    cut = [ids[:room] if side == "first" else ids[-room:] for ids in given]
-    kept = [i for i, ids in enumerate(cut) if sum(token not in masked for token in ids) >= needed]
+    chosen_texts, offsets = [texts.texts[i] for i in order], {"return_offsets_mapping": True} if level == "span" else {}
+    given = tokenizer(chosen_texts, add_special_tokens=False, verbose=False, **offsets)
+    ids, places = [], []
+    for i, row in enumerate(given["input_ids"]):
+        first = 0 if side == "first" else max(0, len(row) - room)
+        ids.append(head + row[first : first + room])
+        inside = range(len(row))
+        if level == "span" and texts.spans is not None:
+            inside = _inside(given["offset_mapping"][i], *texts.spans[order[i]])
+        places.append(range(max(inside.start - first, 0) + len(head), min(inside.stop - first, room) + len(head)))
+    kept = [i for i, row in enumerate(ids) if sum(row[place] not in masked for place in places[i]) >= needed]
     labels = np.array([texts.labels[order[i]] for i in kept])
-    found = _Read([head + cut[i] for i in kept], len(head), labels, level, side, len(cut) - len(kept))
+    found = _Read([ids[i] for i in kept], [places[i] for i in kept], labels, level, side, len(ids) - len(kept))
     for label in texts.classes:
         for part, chosen in (("training", found.train), ("held-out", ~found.train)):
             count = int((labels[chosen] == label).sum()) if len(labels) else 0
@@ -340,6 +358,12 @@ def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, m
                     "needs some of the class and some of the rest. Give more texts, or raise --limit."
                 )
     return found
+
+
+def _inside(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
+    """Return the numbers of the tokens that share a character with the span."""
+    found = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
+    return range(found[0], found[-1] + 1) if found else range(0)
 
 
 def _neurons(model: FrozenModel, numbers: Sequence[int]) -> dict[int, Callable[[Tensor], Tensor]]:
@@ -371,7 +395,7 @@ def _pool(
     forward_tokens: int,
     advance: Callable[[int], None],
 ) -> dict[Site, Float[Tensor, "texts width"]]:
-    """Return for each site one vector a text: the mean over the tokens that count, or the last of them.
+    """Return for each site one vector a text: the mean over the tokens that count, or the last of them alone.
 
     Texts of similar length run together, padded at the end, which no earlier position of a causal model sees.
     """
@@ -390,7 +414,7 @@ def _pool(
             number, what, mask = site
             x, y = recorded[number]
             vectors = y if what == "mlp_out" else neurons[number](x) if what == "neurons" else x
-            shares = _shares(ids, [len(text) for text in texts], given, mask).to(x.device)
+            shares = _shares(ids, [given.places[i] for i in rows], given.level, mask).to(x.device)
             pooled = torch.einsum("bsd,bs->bd", vectors.float(), shares)
             store = found.setdefault(site, pooled.new_empty(len(given.ids), pooled.shape[-1]))
             store[rows] = pooled
@@ -399,13 +423,13 @@ def _pool(
 
 
 def _shares(
-    ids: Int[Tensor, "batch seq"], lengths: Sequence[int], given: _Read, mask: Sequence[int]
+    ids: Int[Tensor, "batch seq"], inside: Sequence[range], level: str, mask: Sequence[int]
 ) -> Float[Tensor, "batch seq"]:
     """Return what each position contributes to its text's vector: nothing for BOS, padding and masked tokens."""
-    places = torch.arange(ids.shape[1])
-    counted = (places >= given.head) & (places < torch.tensor(lengths).unsqueeze(-1))
+    places, (first, end) = torch.arange(ids.shape[1]), torch.tensor([(r.start, r.stop) for r in inside]).T.unsqueeze(-1)
+    counted = (places >= first) & (places < end)
     counted &= ~torch.isin(ids, torch.tensor(list(mask), dtype=ids.dtype))
-    if given.level == "sample":
+    if level != "token":
         return counted / counted.sum(-1, keepdim=True)
     last = (counted * (places + 1)).argmax(-1, keepdim=True)
     return torch.zeros(ids.shape).scatter_(1, last, 1.0)
