@@ -359,7 +359,8 @@ def mask(
     Args:
         checkpoints: as for evaluate.
         domains: labelled texts: a bundled set (factbook, languages), a .csv, .jsonl or .parquet file, or a Hub dataset.
-        scores: texts with a number each, a .csv, .jsonl or .parquet file: units are masked that correlate with it.
+        scores: texts with a number each (or a list, one for each token), a .csv, .jsonl or .parquet file: units are
+            masked that correlate with it over tokens, more than by chance.
         text_column: field that holds the text.
         label_column: field that holds the domain.
         score_column: field that holds the number.

@@ -61,13 +61,15 @@ def test_correlations_over_tokens_and_over_texts_agree_with_numpy(own):
 def test_beyond_chance_is_a_permutation_test_written_out_over_tokens(monkeypatch):
     coefficients, scores = drawn(2, texts=80), np.random.default_rng(8).random(80).tolist()
     for c, score in zip(coefficients, scores, strict=True):
-        c[:, 3], c[:, 5] = np.arange(len(c)) % 2 * score, np.arange(len(c)) % 3 * score
+        c[:, 3], c[:, 5] = np.arange(len(c)) % 2 * score, (np.arange(len(c)) % 9 == 0) * score
+        c[:, 7] = len(c) % 5  # the same at all tokens of a text, so that chance makes more of it than of the others
     rng = np.random.default_rng(9)
     every, seen = np.concatenate(coefficients), []
     for order in [np.arange(len(scores)), *(rng.permutation(len(scores)) for _ in range(PERMUTATIONS))]:
         seen.append(pearson(every, np.concatenate(expanded(coefficients, np.array(scores)[order]))))
     strength = np.array(seen) / np.sqrt(np.square(seen).mean(0))
     expected = strength[0] > strength[1:].max()
+    assert expected[5] and np.array(seen)[1:].max() > seen[0][5], "each in units of its own spread"
     assert 0 < expected.sum() < UNITS
     assert counted(coefficients, scores).report(9).beyond_chance.tolist() == expected.tolist()
     monkeypatch.setattr(correlation, "NUMBERS", 5 * PERMUTATIONS)  # a few units at a time, to the same effect
