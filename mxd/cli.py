@@ -253,10 +253,10 @@ def generate(
     """
     how = checked(GenerationConfig, limit=limit, words=words, tokens=tokens, seed=seed)
     subject = on.open("generate", checkpoints)
-    from mxd.evaluation.answers import generation
+    from mxd.evaluation.generation import generate_checkpoints
     from mxd.report.terminal import terminal_diff
 
-    found = generation(subject, how, together, prompt)
+    found = generate_checkpoints(subject, how, together, prompt)
     for name, result in found["results"].items():
         _say(name)
         _print(*map(terminal_diff, result["examples"]))
@@ -473,10 +473,9 @@ def probe(
     fields = {"text_column": text_column, "label_column": label_column, "split": split, "limit": limit, "seed": seed}
     how = checked(ProbingConfig, sets=sets, level=level, side=side, **fields)
     subject = HeldOut(model=model, device=device).open("probe", checkpoints)
-    from mxd.evaluation.answers import probing
-    from mxd.evaluation.probing import summary
+    from mxd.evaluation.probing import probe_checkpoints, summary
 
-    found = probing(subject, how)
+    found = probe_checkpoints(subject, how)
     _say(summary(found["results"]))
     _save(found, checkpoints, "probing", out)
 
@@ -533,13 +532,12 @@ def steer(
     fields |= {"temperature": temperature, "top_p": top_p, "frequency_penalty": frequency_penalty}
     how = checked(SteeringConfig, on=on, repeats=repeats, **fields)
     subject = HeldOut(model=model, device=device).open("steer", checkpoints)
-    from mxd.evaluation.answers import steering
-    from mxd.evaluation.steering import Endpoint, Judge, LocalJudge, summary
+    from mxd.evaluation.steering import Endpoint, Judge, LocalJudge, steer_checkpoints, summary
 
     asked: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
     if judge is not None and judge_model is not None:
         asked = Endpoint(judge, judge_model, judge_key)
-    found = steering(subject, how, named, asked)
+    found = steer_checkpoints(subject, how, named, asked)
     _say(summary(found["results"]))
     _save(found, checkpoints, "steering", out)
 

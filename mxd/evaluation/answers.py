@@ -1,6 +1,7 @@
-"""One function for each question: checkpoints and the question's config in, the document that is saved out.
+"""Questions about checkpoints: those and the question's config in, the document that is saved out.
 
-The commands and `mxd compare` both call these, so a question is answered in one way.
+The commands and `mxd compare` both call these (and ``generate_checkpoints``, ``probe_checkpoints``,
+``steer_checkpoints``), so a question is answered in one way. Each raises ``MxdError`` as the function it calls.
 """
 
 from collections.abc import Sequence
@@ -8,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mxd.evaluation.checkpoints import Subject, describe, measure
-from mxd.evaluation.generation import generate_checkpoints
 from mxd.evaluation.harness import Tasks
 from mxd.evaluation.labelled import labelled_texts
 from mxd.evaluation.masking import evaluate_masking, evaluate_purging, scored_texts
-from mxd.evaluation.probing import probe_checkpoints
-from mxd.evaluation.steering import steer_checkpoints
 from mxd.evaluation.structure import evaluate_structure
 from mxd.evaluation.units import evaluate_units
 from mxd.questions import FaithfulnessConfig, MaskingConfig, PurgingConfig, StructureConfig, UnitsConfig
-
-generation, probing, steering = generate_checkpoints, probe_checkpoints, steer_checkpoints
 
 
 def faithfulness(

@@ -11,6 +11,9 @@ from mxd.checkpoint import read_json
 from mxd.config import RunConfig
 from mxd.evaluation import answers
 from mxd.evaluation.checkpoints import open_checkpoints, save_results
+from mxd.evaluation.generation import generate_checkpoints
+from mxd.evaluation.probing import probe_checkpoints
+from mxd.evaluation.steering import steer_checkpoints
 from mxd.plan import check_memory, plan_run
 from mxd.progress import console
 from mxd.questions import EvaluationConfig, Question
@@ -19,12 +22,12 @@ from mxd.train import train
 
 ANSWERS: dict[Question, tuple[Callable[..., dict[str, Any]], str]] = {
     "evaluation": (answers.faithfulness, "faithfulness"),
-    "generation": (answers.generation, "generation"),
+    "generation": (generate_checkpoints, "generation"),
     "units": (answers.units, "units"),
     "structure": (answers.structure, "structure"),
-    "probing": (answers.probing, "probing"),
+    "probing": (probe_checkpoints, "probing"),
     "masking": (answers.masking, "masking"),
-    "steering": (answers.steering, "steering"),
+    "steering": (steer_checkpoints, "steering"),
 }
 """Question -> what answers it, and the section of ``EvaluationConfig`` it is asked with."""
 
