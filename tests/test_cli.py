@@ -121,7 +121,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
         (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no text column 'body'"),
         (["evaluate"], "at least one checkpoint"),
         (["evaluate", "nowhere"], "no checkpoint"),
-        (["evaluate", "nowhere", "--tokens", "0"], "at least 1"),
+        (["evaluate", "nowhere", "--tokens", "0"], "tokens is 0; input should be greater than 0."),
         (["info", "nowhere"], "no checkpoint"),
     ],
 )

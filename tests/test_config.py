@@ -97,6 +97,7 @@ def test_recipes_and_their_overrides() -> None:
         (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
         (["--data.mask-special", "false"], lambda c: c.data.mask_special is False),
         (["--model.revision", "main"], lambda c: c.model.revision == "main"),
+        (["--data.source", "bundled:sotu"], lambda c: c.data.source == "bundled:sotu"),
         (["--data.cache", "some/folder"], lambda c: c.data.cache == "some/folder"),
         (["--training.proposals", "bfloat16"], lambda c: c.training.proposals == "bfloat16"),
         (["--training.tf32", "true"], lambda c: c.training.tf32 is True),

@@ -317,6 +317,21 @@ def test_bundled_splits_share_no_document():
     assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
 
 
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_either_source_of_the_bundled_text_can_be_read_alone(split):
+    every, sotu, factbook = (documents(f"bundled{of}", split) for of in ("", ":sotu", ":factbook"))
+    counts = json.loads(bundled_path("assets.json").read_text())["text"][split]
+    assert {"sotu": len(sotu), "factbook": len(factbook)} == {of: one["documents"] for of, one in counts.items()}
+    assert [text for text in every if text in set(sotu)] == sotu
+    assert [text for text in every if text in set(factbook)] == factbook
+    assert len(sotu) + len(factbook) == len(every)
+    assert all(" - " in text.split("\n")[0] for text in factbook)  # Country - Section
+    with pytest.raises(
+        MxdError, match="unknown bundled text 'bundled:speeches'; choose one of: bundled, bundled:sotu, b"
+    ):
+        documents("bundled:speeches", split)
+
+
 def write(path, texts, column="text"):
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps({column: t}, ensure_ascii=False) + "\n" for t in texts), encoding="utf-8")

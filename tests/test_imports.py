@@ -36,6 +36,7 @@ ORDER = [
     "store",
     "cache",
     "formats",
+    "questions",
     "config",
     "splice",
     "export",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import mxd
@@ -68,6 +69,25 @@ def test_study_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert base[0]["shared_share"] > 0.9 and fast[0]["shared_share"] < 0.5
     assert fast[0]["effective_units"] <= 32 < base[0]["effective_units"] <= 33
     assert base[0] != penalised[0]
+
+
+def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = script("measure_overlap")
+    rng = np.random.default_rng(0)
+    train = [" ".join(rng.choice(list("abcdé"), 200)) for _ in range(3)]
+    held_out = [" ".join(rng.choice(list("abcdé"), 40)) for _ in range(3)] + [train[1][40:120], "a b", "x y z é ö"]
+    for numbered, pieces in ((module.words(), str.split), (module.characters, list)):
+        there = {tuple(pieces(text)[i : i + 3]) for text in train for i in range(len(pieces(text)) - 2)}
+        runs = [[tuple(pieces(text)[i : i + 3]) for i in range(len(pieces(text)) - 2)] for text in held_out]
+        expected = [sum(run in there for run in each) / len(each) for each in runs if each]
+        assert module.overlap(train, held_out, numbered, 3) == expected and max(expected) == 1 > min(expected)
+    monkeypatch.setattr(module, "documents", lambda source, split: [split * 30, source, f"{source} {split} " * 30])
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["measure_overlap", "--json", str(file)])
+    module.main()
+    numbers = json.loads(file.read_text())["test, Factbook"]
+    assert numbers["words"] == {"documents": 1, "median": 0, "largest": 0}
+    assert numbers["characters"]["documents"] == 2
 
 
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.harness import Tasks, score
 from mxd.hub import cached_reference
 from mxd.model import FrozenModel, load_frozen
+from mxd.questions import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def evaluate_checkpoints(
     paths: Sequence[str | Path],
     together: bool = False,
     data: Mapping[str, Any] | None = None,
-    tokens: int = 65_536,
+    tokens: int = DEFAULTS.faithfulness.tokens,
     model: str | None = None,
     device: str = "auto",
     tasks: Tasks | None = None,
@@ -118,7 +119,11 @@ def evaluate_checkpoints(
 
 
 def measure(
-    subject: Subject, together: bool = False, tokens: int = 65_536, tasks: Tasks | None = None, seed: int = 0
+    subject: Subject,
+    together: bool = False,
+    tokens: int = DEFAULTS.faithfulness.tokens,
+    tasks: Tasks | None = None,
+    seed: int = DEFAULTS.faithfulness.seed,
 ) -> dict[str, Any]:
     """Measure the faithfulness of what ``open_checkpoints`` loaded; see ``evaluate_checkpoints``."""
     sets = subject.sets(together)

@@ -28,6 +28,7 @@ from mxd.layers import ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS
 from mxd.splice import Replacement, Where, spliced
 
 Sets = Mapping[str, Mapping[int, Replacement]]
@@ -189,7 +190,7 @@ def evaluate(
     model: FrozenModel,
     given: Mapping[str, Mapping[int, Replacement | Where]],
     blocks: Blocks,
-    tokens: int = 65_536,
+    tokens: int = DEFAULTS.faithfulness.tokens,
     excluded: Sequence[int] | None = None,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS, GenerationConfig
 from mxd.splice import spliced
 
 Choice = Callable[[int, Float[Tensor, "batch vocab"], Int[Tensor, "batch seq"]], Int[Tensor, " batch"]]
@@ -33,24 +34,18 @@ Z = 1.959964
 
 def generate_checkpoints(
     subject: Subject,
+    how: GenerationConfig = DEFAULTS.generation,
     together: bool = False,
     prompt: str | None = None,
-    limit: int = 512,
-    words: int = 4,
-    new_tokens: int = 32,
-    seed: int = 0,
     batch: int = 32,
 ) -> dict[str, Any]:
     """Measure how long checkpoints write what their base model writes.
 
     Args:
         subject: the checkpoints.
+        how: which prompts, and how many tokens are added.
         together: splice all of them at once, instead of each alone.
         prompt: continue this text alone; by default the openings of held-out texts.
-        limit: prompts, at most.
-        words: words in a prompt.
-        new_tokens: tokens to add to each.
-        seed: draws the texts.
         batch: prompts in one forward.
 
     Returns:
@@ -60,23 +55,20 @@ def generate_checkpoints(
         MxdError: as ``evaluate_generation``.
     """
     tokenizer, bos = subject.base.tokenizer, subject.text.bos
-    texts = [prompt] if prompt is not None else openings(subject.texts(), limit, seed)
-    words = max(1, len(prompt.split())) if prompt is not None else words
-    sets = subject.sets(together)
-    results = evaluate_generation(
-        subject.base, sets, prompts(texts, tokenizer, words, limit, bos), new_tokens=new_tokens, batch=batch
-    )
+    texts = [prompt] if prompt is not None else openings(subject.texts(), how.limit, how.seed)
+    words = max(1, len(prompt.split())) if prompt is not None else how.words
+    sets, ids = subject.sets(together), prompts(texts, tokenizer, words, how.limit, bos)
+    results = evaluate_generation(subject.base, sets, ids, how.tokens, batch)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
         for example in results[name]["examples"]:
             example["prompt_text"] = tokenizer.decode(example["prompt"], skip_special_tokens=True)
             for key in ("base", "spliced"):
                 example[f"{key}_tokens"] = [tokenizer.decode([token]) for token in example[key]]
-    asked = {"prompt": prompt, "limit": limit, "words": words, "new_tokens": new_tokens, "seed": seed}
-    return subject.document(results, asked=asked)
+    return subject.document(results, asked={"prompt": prompt, **how.model_dump(), "words": words})
 
 
-def openings(texts: Iterable[str], limit: int, seed: int = 0) -> Iterator[str]:
+def openings(texts: Iterable[str], limit: int, seed: int = DEFAULTS.generation.seed) -> Iterator[str]:
     """Yield texts to open with: of the first ``16 limit`` documents in a drawn order, then their paragraphs.
 
     Paragraphs serve where there are fewer documents than prompts; the second of each document come before any third.
@@ -90,7 +82,11 @@ def openings(texts: Iterable[str], limit: int, seed: int = 0) -> Iterator[str]:
 
 
 def prompts(
-    texts: Iterable[str], tokenizer: Any, words: int = 4, limit: int = 512, bos: bool = True
+    texts: Iterable[str],
+    tokenizer: Any,
+    words: int = DEFAULTS.generation.words,
+    limit: int = DEFAULTS.generation.limit,
+    bos: bool = True,
 ) -> list[list[int]]:
     """Return the first words of texts as token ids.
 
@@ -124,7 +120,10 @@ def prompts(
 
 @torch.no_grad()
 def greedy(
-    model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int = 32, batch: int = 32
+    model: FrozenModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int = DEFAULTS.generation.tokens,
+    batch: int = 32,
 ) -> Int[Tensor, "prompts new_tokens"]:
     """Continue each prompt with the most probable token, ``new_tokens`` times; also inside ``spliced``.
 
@@ -171,7 +170,7 @@ def evaluate_generation(
     model: FrozenModel,
     sets: Sets,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int = 32,
+    new_tokens: int = DEFAULTS.generation.tokens,
     batch: int = 32,
     examples: int = 8,
 ) -> dict[str, dict[str, Any]]:

@@ -9,11 +9,10 @@ from typing import Any
 from mxd.errors import MxdError
 from mxd.model import bundled
 from mxd.plain import parse_json, regular, sayable
+from mxd.questions import DEFAULTS
 
-LEVELS = ("sample", "token")
-
-BUNDLED_SETS = {"factbook": "sample", "languages": "sample", "gender": "token"}
-"""Name -> whether a label says something of the whole text, or of the name at its end (``mxd/assets/README.md``)."""
+BUNDLED_SETS = ("factbook", "languages", "gender")
+"""See ``mxd/assets/README.md``."""
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
@@ -27,8 +26,14 @@ class LabelledTexts:
     """The texts."""
     labels: list[str]
     """The label of each."""
-    level: str = "sample"
-    """What is probed unless something else is asked for: the whole text, or its last token."""
+    spans: list[tuple[int, int]] | None = None
+    """Where in each text what the label speaks of stands, where that is not the whole text: first character, and the
+    one after the last."""
+
+    @property
+    def level(self) -> str:
+        """What is probed unless something else is asked for: the ``span``, or the whole text, the ``sample``."""
+        return "sample" if self.spans is None else "span"
 
     @property
     def classes(self) -> list[str]:
@@ -37,11 +42,15 @@ class LabelledTexts:
 
 
 def labelled_texts(
-    source: str | Path, text_column: str = "text", label_column: str = "label", split: str = "train"
+    source: str | Path,
+    text_column: str = DEFAULTS.probing.text_column,
+    label_column: str = DEFAULTS.probing.label_column,
+    split: str = DEFAULTS.probing.split,
 ) -> LabelledTexts:
     """Read a labelled set.
 
-    Labels may be strings, whole numbers or booleans; a Hub dataset's class numbers become their names.
+    Labels may be strings, whole numbers or booleans; a Hub dataset's class numbers become their names. Columns
+    ``start`` and ``end``, where there are both, say which characters the label speaks of, those of a name for example.
 
     Args:
         source: a bundled name (``factbook``, ``languages``, ``gender``); a local ``.csv``, ``.jsonl`` or ``.parquet``
@@ -51,13 +60,12 @@ def labelled_texts(
         split: split of a Hub dataset; files are read whole.
 
     Raises:
-        MxdError: nothing there, no such column or split, a row without text or label, fewer than two classes, or the
-            Hub cannot be reached.
+        MxdError: nothing there, no such column or split, a row without text or label, a span that is none of the
+            text's, fewer than two classes, or the Hub cannot be reached.
     """
     source = str(source)
     if source in BUNDLED_SETS:
-        path, level = bundled(f"probing/{source}.parquet"), BUNDLED_SETS[source]
-        return _checked(source, _rows(path), "text", "label", level)
+        return _checked(source, _rows(bundled(f"probing/{source}.parquet")), "text", "label")
     path = Path(source)
     if path.suffix in SUFFIXES or _exists(path):
         if not path.is_file() or path.suffix not in SUFFIXES:
@@ -78,10 +86,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _checked(
-    name: str, rows: Iterator[dict[str, Any]], text_column: str, label_column: str, level: str = "sample"
-) -> LabelledTexts:
-    texts, labels = [], []
+def _checked(name: str, rows: Iterator[dict[str, Any]], text_column: str, label_column: str) -> LabelledTexts:
+    texts, labels, spans = [], [], []
     for number, row in enumerate(rows, 1):
         for column in (text_column, label_column):
             if column not in row:
@@ -98,11 +104,25 @@ def _checked(
             )
         texts.append(sayable(text))
         labels.append(sayable(str(label)))
-    found = LabelledTexts(name, texts, labels, level)
+        if "start" in row and "end" in row:
+            spans.append(_span(name, number, row["start"], row["end"], len(text)))
+    if spans and len(spans) < len(texts):
+        raise MxdError(f"{name}: {len(spans)} of {len(texts)} rows have a span, start and end; give it to all or none.")
+    found = LabelledTexts(name, texts, labels, spans or None)
     if len(found.classes) < 2:
         got = f"only {found.classes[0]!r}" if found.classes else "no rows"
         raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")
     return found
+
+
+def _span(name: str, number: int, start: Any, end: Any, length: int) -> tuple[int, int]:
+    first, last = (int(n) if isinstance(n, str) and n.isdecimal() and len(n) < 10 else n for n in (start, end))
+    if type(first) is not int or type(last) is not int or not 0 <= first < last <= length:
+        raise MxdError(
+            f"{name}, row {number}: start and end are {start!r} and {end!r}; expected the characters of a span of the "
+            f"text, 0 <= start < end <= {length}. Rename the columns if they mean something else."
+        )
+    return first, last
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

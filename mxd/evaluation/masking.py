@@ -1,11 +1,12 @@
 """Can a topic be switched off? Units are chosen by the texts they fire on and masked, and the loss is measured again.
 
 By domain (Monet, ICLR 2025, section 5.1): a unit belongs to the domain where its mean coefficient is at least twice
-that in any other. By score (section 5.3): units go whose activity correlates with a score of the text. Units are chosen
-by their coefficients in the unchanged model, on one half of the texts, and losses measured on the other; as many active
-units, drawn at random, are the control.
+that in any other. By score (section 5.3): units go whose coefficients correlate with a score over tokens, if they do so
+more than by chance. Units are chosen by their coefficients in the unchanged model, on one half of the texts, and losses
+measured on the other; as many active units, drawn at random, are the control.
 """
 
+import heapq
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,13 @@ from torch import Tensor
 from mxd.checkpoint import Trained
 from mxd.data import head_ids, mask_of
 from mxd.errors import MxdError
+from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.structure import codes, evaluating
+from mxd.layers import Code
 from mxd.model import FrozenModel
 from mxd.progress import Advance, progress
+from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
 
 TrainedSets = Mapping[str, Mapping[int, Trained]]
@@ -32,6 +36,11 @@ Mask = Mapping[int, Sequence[int]]
 """Block number -> units that are switched off."""
 Place = tuple[str, int]
 """The name of a set and a block number: one layer."""
+Score = float | Sequence[float]
+"""Of a text, or one for each of its tokens."""
+
+FEWEST_TEXTS = 30
+"""Texts that must choose units by a score."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,10 @@ class Batch:
     numbers: list[int]
     """The texts' numbers."""
 
+    def row(self, at: Int[np.ndarray, " tokens"]) -> Int[Tensor, " tokens"]:
+        """Return which of the texts tokens stand in, given where they stand in the flattened batch."""
+        return torch.from_numpy(at // self.ids.shape[1])
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -72,11 +85,11 @@ def evaluate_masking(
     sets: TrainedSets,
     texts: Sequence[str],
     labels: Sequence[str],
-    ratio: float = 2.0,
-    limit: int = 100,
+    ratio: float = DEFAULTS.masking.ratio,
+    limit: int = DEFAULTS.masking.limit,
     context: int = 128,
     bos: bool = True,
-    seed: int = 0,
+    seed: int = DEFAULTS.masking.seed,
     batch: int = 8,
 ) -> dict[str, dict[str, Any]]:
     """Mask each domain's units, and measure what that does to the loss on every domain.
@@ -115,10 +128,11 @@ def evaluate_masking(
     with evaluating(model, layers), progress(title, total, "texts") as advance:
         sums = {place: torch.zeros(len(domains), one.layer.num_units).double() for place, one in layers.items()}
         tokens = {place: torch.zeros(len(domains)).double() for place in layers}
-        for place, numbers, activity, counts in _activity(model, layers, text.rows, text.choosing, batch, advance):
-            at = torch.tensor([groups[number] for number in numbers])
-            sums[place].index_add_(0, at, activity)
-            tokens[place].index_add_(0, at, counts)
+        for place, code, at, some in _activity(model, layers, text, batch, advance):
+            of, row = torch.tensor([groups[number] for number in some.numbers]), some.row(at)
+            units = layers[place].layer.num_units
+            sums[place].index_add_(0, of, text_sums(code, row, len(of), units))
+            tokens[place] += torch.bincount(of[row], minlength=len(domains))
         scores = {place: sums[place] / tokens[place].clamp_min(1).unsqueeze(-1) for place in layers}
         own = {place: belonging(score, ratio) for place, score in scores.items()}
         masks = {
@@ -159,111 +173,109 @@ def evaluate_purging(
     model: FrozenModel,
     sets: TrainedSets,
     texts: Sequence[str],
-    scores: Sequence[float],
-    thresholds: Sequence[float] = (0.2, 0.1, 0.05),
-    limit: int = 500,
+    scores: Sequence[Score],
+    thresholds: Sequence[float] = PURGING.thresholds,
+    limit: int = PURGING.limit,
     context: int = 128,
     bos: bool = True,
-    seed: int = 0,
+    seed: int = PURGING.seed,
     batch: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Mask the units whose activity correlates with a score of the text, and measure what that does to the loss.
+    """Mask the units whose coefficients correlate with a score, and measure what that does to the loss.
 
-    A unit's activity in a text is its mean coefficient over the tokens. Losses are given for the texts with scores up
-    to the mean score, and for those above.
+    The correlation is Pearson's over tokens, as in Monet: each has the score of its text, or one of its own. Of many
+    units some correlate by chance, most of all on few texts, so a unit must do so more than by chance, too: see
+    ``Correlation``. Losses are given for the texts with scores up to the mean score, and for those above.
 
     Args:
         model: the frozen base model.
         sets: name -> what is spliced in together.
         texts: the texts.
-        scores: the score of each, toxicity for example.
-        thresholds: Pearson correlations from which on a unit is masked (Monet's, for toxicity).
+        scores: the score of each, toxicity for example: a number, or one for each token of the model's tokenizer.
+        thresholds: correlations from which on a unit is masked (Monet's, for toxicity).
         limit: texts with scores up to the mean, and above it, at most; half of them choose units, the rest is measured.
         context: tokens of a text that are read.
-        bos: begin each text with BOS where the tokenizer has one.
-        seed: draws the texts and the control's units.
+        bos: begin each text with BOS where the tokenizer has one; it has the mean of the text's scores.
+        seed: draws the texts, the permutations and the control's units.
         batch: texts in one forward.
 
     Returns:
-        Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; for each of ``thresholds``
-        how many ``units`` are masked and their ``share``, the ``changes`` of the two losses, with ``changes_se``, and
-        with as many units drawn at random ``control`` and ``control_se``; and the ``leading`` ten units by correlation.
+        Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; ``choosing``, the number of
+        texts that chose units; for each of ``thresholds`` how many ``units`` are masked and their ``share``, and how
+        many were ``removed``, which reach it but not beyond chance; the ``changes`` of the two losses, with
+        ``changes_se``, and with as many units drawn at random ``control`` and ``control_se``; and the ``leading`` ten
+        units by ``correlation``, with that over texts, ``correlation_texts``, and whether it is ``beyond_chance``.
 
     Raises:
-        MxdError: scores that are all the same, and as ``evaluate_masking``.
+        MxdError: scores that are all the same, fewer than 30 texts to choose by, a list of scores that is not one for
+            each token, and as ``evaluate_masking``.
     """
-    mean = float(np.mean(scores)) if len(scores) else 0.0
-    groups = [int(score > mean) for score in scores]
+    of_texts = [float(np.mean(score)) for score in scores]
+    mean = float(np.mean(of_texts)) if of_texts else 0.0
+    groups = [int(score > mean) for score in of_texts]
     names = [f"scores up to {mean:g}", f"scores above {mean:g}"]
-    _at_least("the number of different scores", len(set(scores)), 2)
+    _at_least("the number of different scores", len(set(of_texts)), 2)
     text = halves(model.tokenizer, texts, groups, names, limit, context, bos, seed)
+    if len(text.choosing) < FEWEST_TEXTS:
+        raise MxdError(
+            f"{len(text.choosing)} texts choose the units; expected at least {FEWEST_TEXTS}, since on fewer many units "
+            f"correlate with any score by chance. Half of the texts choose: give {2 * FEWEST_TEXTS} or more, and a "
+            f"--limit of {FEWEST_TEXTS} or more."
+        )
+    head = len(head_ids(model.tokenizer, bos))
+    of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
     layers = _layers(sets)
     total = len(text.choosing) + len(text.measuring) * (1 + len(sets) * (1 + 2 * len(thresholds)))
     with evaluating(model, layers), progress(f"purging {len(sets)} splices", total, "texts") as advance:
-        found = {place: Correlation(one.layer.num_units) for place, one in layers.items()}
-        for place, numbers, activity, counts in _activity(model, layers, text.rows, text.choosing, batch, advance):
-            per_token = activity / counts.clamp_min(1).unsqueeze(-1)
-            found[place].see(per_token, torch.tensor([scores[number] - mean for number in numbers]).double())
-        pearson = {place: one.value for place, one in found.items()}
-        masks = {
-            name: [{n: _where(pearson[name, n] >= threshold) for n in members} for threshold in thresholds]
+        seen = {place: Correlation(one.layer.num_units) for place, one in layers.items()}
+        for place, code, at, some in _activity(model, layers, text, batch, advance):
+            score = np.zeros(some.ids.shape)
+            score[some.real] = np.concatenate([of_tokens[number] for number in some.numbers])
+            seen[place].see(code, some.row(at), torch.from_numpy(score.flat[at]), len(some.numbers))
+        found = {place: one.report(seed) for place, one in seen.items()}
+        reach = {
+            name: [{n: found[name, n].over_tokens >= threshold for n in members} for threshold in thresholds]
             for name, members in sets.items()
         }
-        active = {place: one.sums[0] > 0 for place, one in found.items()}
+        masks = {
+            name: [{n: _where(units & found[name, n].beyond_chance) for n, units in each.items()} for each in reached]
+            for name, reached in reach.items()
+        }
+        active = {place: one.active for place, one in seen.items()}
         ways = {name: [*masks[name], *_control(name, masks[name], active, seed)] for name in sets}
         losses = _measure(model, sets, ways, text, batch, advance)
     results = {}
     for name, members in sets.items():
         sizes = [sum(map(len, mask.values())) for mask in masks[name]]
         every = sum(one.layer.num_units for one in members.values())
-        ranked = sorted(((float(r), n, u) for n in members for u, r in enumerate(pearson[name, n])), reverse=True)
+        reaching = [sum(int(units.sum()) for units in each.values()) for each in reach[name]]
         results[name] = {
             "mean_score": mean,
             "texts": [sum(groups[n] == group for n in text.measuring) for group in (0, 1)],
             "loss_base": [each.value for each in losses[name].base],
             "loss": [each.value for each in losses[name].spliced],
+            "choosing": len(text.choosing),
             "thresholds": list(thresholds),
             "units": sizes,
+            "removed": [count - size for count, size in zip(reaching, sizes, strict=True)],
             "share": [size / every for size in sizes],
             **_table("changes", losses[name].changes[: len(thresholds)]),
             **_table("control", losses[name].changes[len(thresholds) :]),
-            "leading": [{"layer": n, "unit": unit, "correlation": r} for r, n, unit in ranked[:10]],
+            "leading": _leading({n: found[name, n] for n in members}),
         }
     return results
 
 
-def belonging(scores: Float[Tensor, "domains units"], ratio: float = 2.0) -> Int[Tensor, " units"]:
+def belonging(scores: Float[Tensor, "domains units"], ratio: float = DEFAULTS.masking.ratio) -> Int[Tensor, " units"]:
     """Return the domain of each unit, -1 for none: where its score is at least ``ratio`` times the next largest."""
     best, second = scores.topk(2, dim=0).values
     return torch.where((best > 0) & (best >= ratio * second), scores.argmax(0), -1)
 
 
-class Correlation:
-    """Pearson correlation of each unit's activity with a score, over texts; memory does not depend on their number."""
-
-    def __init__(self, units: int) -> None:
-        self.sums = torch.zeros(3, units, dtype=torch.float64)
-        self.score_sums = torch.zeros(2, dtype=torch.float64)
-        self.count = 0
-
-    def see(self, activity: Float[Tensor, "texts units"], score: Float[Tensor, " texts"]) -> None:
-        """Count texts, given each unit's activity and the score, best centred, of each."""
-        self.sums += torch.stack([activity.sum(0), activity.square().sum(0), score @ activity])
-        self.score_sums += torch.stack([score.sum(), score.square().sum()])
-        self.count += len(score)
-
-    @property
-    def value(self) -> Float[Tensor, " units"]:
-        """The correlations; 0 for a unit whose activity never changes."""
-        (a, aa, ab), (b, bb), n = self.sums, self.score_sums, max(self.count, 1)
-        spread = (aa - a * a / n).clamp_min(0) * (bb - b * b / n).clamp_min(0)
-        return torch.where(aa - a * a / n > 1e-12 * aa, (ab - a * b / n) / spread.clamp_min(1e-300).sqrt(), 0.0)
-
-
 def scored_texts(
-    path: str | Path, text_column: str = "text", score_column: str = "score"
-) -> tuple[list[str], list[float]]:
-    """Read texts with a number each from a ``.csv``, ``.jsonl`` or ``.parquet`` file.
+    path: str | Path, text_column: str = PURGING.text_column, score_column: str = PURGING.score_column
+) -> tuple[list[str], list[Score]]:
+    """Read texts with a number each, or one for each token, from a ``.csv``, ``.jsonl`` or ``.parquet`` file.
 
     Raises:
         MxdError: no such file or column, or a row without a text or a number.
@@ -292,10 +304,16 @@ def scored_texts(
         texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()
     except (ValueError, KeyError) as error:  # not UTF-8; two columns of one name
         raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
+    found: list[Score] = []
     for row, (text, score) in enumerate(zip(texts, scores, strict=True), 1):
-        if not isinstance(text, str) or not isinstance(score, int | float) or not np.isfinite(score):
-            raise MxdError(f"{path}, row {row}: got the text {text!r} and the score {score!r}; expected a number.")
-    return texts, [float(score) for score in scores]
+        numbers = score if isinstance(score, list) and score else [score]
+        if not isinstance(text, str) or not all(isinstance(n, int | float) and np.isfinite(n) for n in numbers):
+            raise MxdError(
+                f"{path}, row {row}: got the text {text!r} and the score {score!r}; expected a number, or a list of "
+                "them, one for each token."
+            )
+        found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
+    return texts, found
 
 
 def halves(
@@ -345,23 +363,12 @@ def _batches(rows: Sequence[Sequence[int]], numbers: Sequence[int], size: int) -
 
 
 def _activity(
-    model: FrozenModel,
-    layers: Mapping[Place, Trained],
-    rows: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    size: int,
-    advance: Advance,
-) -> Iterator[tuple[Place, list[int], Float[Tensor, "batch units"], Float[Tensor, " batch"]]]:
-    """Yield, layer by layer, the sums of all units' coefficients over each text of a batch, and its tokens."""
-    for batch in _batches(rows, numbers, size):
+    model: FrozenModel, layers: Mapping[Place, Trained], text: Texts, size: int, advance: Advance
+) -> Iterator[tuple[Place, Code, Int[np.ndarray, " tokens"], Batch]]:
+    """Yield, batch by batch of the texts that choose, what ``codes`` does of each layer."""
+    for batch in _batches(text.rows, text.choosing, size):
         for place, code, at in codes(model, layers, batch.ids, batch.real):
-            units = layers[place].layer.num_units
-            row = torch.from_numpy(at // batch.ids.shape[1])
-            sums = torch.zeros(len(batch.numbers) * units, dtype=torch.float64)
-            cells = row.unsqueeze(-1) * units + code.indices.cpu()
-            sums.index_add_(0, cells.flatten(), code.values.cpu().flatten().double())
-            counts = torch.bincount(row, minlength=len(batch.numbers)).double()
-            yield place, batch.numbers, sums.reshape(-1, units), counts
+            yield place, code, at, batch
         advance(len(batch.numbers))
 
 
@@ -426,6 +433,35 @@ def _control(
             pool = np.setdiff1d(_where(active[name, number]), units)
             drawn[number] = sorted(rng.choice(pool, min(len(units), len(pool)), replace=False).tolist())
         yield drawn
+
+
+def _token_scores(number: int, score: Score, row: Sequence[int], head: int, context: int) -> Float[np.ndarray, " seq"]:
+    """Return the score of each token of a text; BOS has the mean."""
+    tokens = len(row) - head
+    if np.ndim(score) == 0:
+        return np.full(len(row), score, dtype=np.float64)
+    given = np.asarray(score, dtype=np.float64)
+    if len(given) < tokens or (len(given) > tokens and len(row) < context):
+        raise MxdError(
+            f"text {number + 1} has {len(given)} scores for {tokens} tokens; give it one number, or one for each token "
+            "of the model's tokenizer."
+        )
+    return np.concatenate([np.full(head, given.mean()), given[:tokens]])
+
+
+def _leading(found: Mapping[int, Correlations]) -> list[dict[str, Any]]:
+    """Return the ten units of some layers that correlate most over tokens, with all that was found of them."""
+    every = ((r, number, unit) for number, one in found.items() for unit, r in enumerate(one.over_tokens.tolist()))
+    return [
+        {
+            "layer": number,
+            "unit": unit,
+            "correlation": r,
+            "correlation_texts": float(found[number].over_texts[unit]),
+            "beyond_chance": bool(found[number].beyond_chance[unit]),
+        }
+        for r, number, unit in heapq.nlargest(10, every)
+    ]
 
 
 def _where(chosen: Bool[Tensor, " units"]) -> list[int]:

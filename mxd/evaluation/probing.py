@@ -1,10 +1,12 @@
 """What do single units know? The best held-out F1 with which one unit tells a class of texts from all others.
 
 The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.1 and app. B.5) and its code: 128 tokens of each
-text, BOS among them; a unit's *pre-activation*, averaged over the tokens (sample level) or at the last one (token
-level); of the first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference
-between the class and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit
-on the held-out texts flatters every method, so the unit that is best in training stands beside it.
+text, BOS among them; a unit's *pre-activation*, averaged over the tokens: all of them (level ``sample``), or those of
+a span that is marked in the text, a surname's for example (level ``span``; the paper calls it the token level); of the
+first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference between the class
+and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit on the held-out texts
+flatters every method, so the unit that is best in training stands beside it. The level ``token``, which is not in the
+paper, reads the last token alone.
 
 A TopK autoencoder of the same run is one more layer here. The raw neurons of the base MLP are probed in any case.
 """
@@ -22,68 +24,23 @@ from torch import Tensor
 
 from mxd.checkpoint import Trained
 from mxd.data import head_ids
-from mxd.errors import MxdError, unknown
+from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject, describe
-from mxd.evaluation.labelled import LEVELS, LabelledTexts, labelled_texts
+from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
 
 Site = tuple[int, str, tuple[int, ...]]
 """Block, what is read there (``mlp_in``, ``mlp_out``, ``neurons``), and the tokens left out."""
 
-SIDES = ("first", "last")
 TRAIN_SHARE = 0.8
 MIN_TOKENS = 5
 """Shorter texts are left out at the sample level, as in the paper's code."""
 BINS = 30
 SAEBENCH_K = (1, 2, 5)
-
-
-@dataclass(frozen=True)
-class Probes:
-    """How texts are read and probed."""
-
-    level: str | None = None
-    """``sample`` or ``token``; by default what each set is made for."""
-    side: str | None = None
-    """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
-    source code, to avoid licence headers), the last at the token level."""
-    limit: int = 10_000
-    """Texts of each set, drawn with the seed."""
-    seed: int = 42
-    """Orders the texts before they are split 80/20."""
-    context: int = 128
-    """Tokens of a text, BOS included."""
-    bos: bool = True
-    """Begin each text with BOS where the tokenizer has one; it is never counted."""
-    candidates: int = 100
-    """Units that are probed for each class."""
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "candidates"):
-            if getattr(self, name) < 1:
-                raise MxdError(f"{name} is {getattr(self, name)}; expected at least 1.")
-        if self.context <= MIN_TOKENS:
-            raise MxdError(f"context is {self.context}; expected at least {MIN_TOKENS + 1} tokens.")
-        for name, choices in (("level", LEVELS), ("side", SIDES)):
-            if getattr(self, name) not in (None, *choices):
-                raise unknown(name, getattr(self, name), choices)
-
-    def level_of(self, texts: LabelledTexts) -> str:
-        """Return the level a set is probed at."""
-        return self.level or texts.level
-
-    def side_of(self, level: str) -> str:
-        """Return which tokens of longer texts are kept.
-
-        Raises:
-            MxdError: the first are asked for at the token level, where the last token is probed.
-        """
-        if level == "token" and self.side == "first":
-            raise MxdError("the token level probes the last token of a text; drop --first.")
-        return self.side or ("last" if level == "token" else "first")
 
 
 @dataclass(frozen=True)
@@ -116,7 +73,8 @@ class _Read:
     """The texts of one set as they are probed, in the order drawn: training texts first."""
 
     ids: list[list[int]]
-    head: int
+    places: list[range]
+    """Where in each stand the tokens that may count."""
     labels: np.ndarray
     level: str
     side: str
@@ -127,33 +85,16 @@ class _Read:
         return np.arange(len(self.ids)) < int(TRAIN_SHARE * len(self.ids))
 
 
-def probe_checkpoints(
-    subject: Subject,
-    sources: Sequence[str],
-    text_column: str = "text",
-    label_column: str = "label",
-    split: str = "train",
-    **options: Any,
-) -> dict[str, Any]:
+def probe_checkpoints(subject: Subject, how: ProbingConfig = DEFAULTS.probing) -> dict[str, Any]:
     """Probe the units of checkpoints, and the neurons they replace, on labelled sets.
-
-    Args:
-        subject: the checkpoints.
-        sources: labelled sets (``labelled_texts``).
-        text_column: the field that holds the text, in sets that are not bundled.
-        label_column: the field that holds the label.
-        split: split of Hub datasets.
-        options: fields of ``Probes``.
 
     Raises:
         MxdError: as ``labelled_texts`` and ``evaluate_probing``.
     """
-    probes = Probes(bos=subject.text.bos, **options)
-    sets = [labelled_texts(source, text_column, label_column, split) for source in sources]
-    results = evaluate_probing(subject.base, subject.trained, sets, probes)
-    asked = {"sets": list(sources), **{name: getattr(probes, name) for name in Probes.__dataclass_fields__}}
+    sets = [labelled_texts(source, how.text_column, how.label_column, how.split) for source in how.sets]
+    results = evaluate_probing(subject.base, subject.trained, sets, how, subject.text.bos)
     members = {name: describe(trained) for name, trained in subject.trained.items()}
-    return subject.document(results, asked=asked, replacements=members)
+    return subject.document(results, asked=how.model_dump(mode="json"), replacements=members)
 
 
 @torch.no_grad()
@@ -161,7 +102,8 @@ def evaluate_probing(
     model: FrozenModel,
     layers: Mapping[str, Trained],
     sets: Sequence[LabelledTexts],
-    probes: Probes | None = None,
+    how: ProbingConfig = DEFAULTS.probing,
+    bos: bool = True,
     forward_tokens: int = 4096,
 ) -> dict[str, dict[str, Any]]:
     """Probe every unit set on every labelled set; the base model runs once a set for all of them.
@@ -170,7 +112,8 @@ def evaluate_probing(
         model: the frozen base model.
         layers: name -> a layer with its provenance.
         sets: labelled texts.
-        probes: how.
+        how: how texts are read and probed.
+        bos: begin each text with BOS where the tokenizer has one; it is never counted.
         forward_tokens: tokens in one forward, about.
 
     Returns:
@@ -182,10 +125,10 @@ def evaluate_probing(
         MxdError: no sets or two of one name, a class without texts on either side of the split, no tokenizer, or layers
             of another model.
     """
-    probes = probes or Probes()
     _check(model, layers, sets)
     masks = {name: tuple(trained.provenance.masked_ids) for name, trained in layers.items()}
-    read = [_read(texts, model.tokenizer, probes, {i for mask in masks.values() for i in mask}) for texts in sets]
+    masked = {i for mask in masks.values() for i in mask}
+    read = [_read(texts, model.tokenizer, how, bos, masked) for texts in sets]
     layer_sites: dict[str, Site] = {
         name: (trained.provenance.layer, trained.layer.config.reads, masks[name]) for name, trained in layers.items()
     }
@@ -203,7 +146,7 @@ def evaluate_probing(
         for texts, given, vectors in zip(sets, read, pooled, strict=True):
             for name, site in sites.items():
                 units = _units(layers.get(name), vectors[site])
-                results[name][texts.name] = _probe_set(units, given, texts.classes, probes, advance)
+                results[name][texts.name] = _probe_set(units, given, texts.classes, how, advance)
     return results
 
 
@@ -227,7 +170,10 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def probe_class(
-    units: Units, positive: Bool[np.ndarray, " texts"], train: Bool[np.ndarray, " texts"], candidates: int = 100
+    units: Units,
+    positive: Bool[np.ndarray, " texts"],
+    train: Bool[np.ndarray, " texts"],
+    candidates: int = DEFAULTS.probing.candidates,
 ) -> dict[str, Any]:
     """Probe single units for one class against all others.
 
@@ -262,7 +208,10 @@ def probe_class(
 
 
 def k_sparse_accuracy(
-    units: Units, positive: Bool[np.ndarray, " texts"], train: Bool[np.ndarray, " texts"], seed: int = 42
+    units: Units,
+    positive: Bool[np.ndarray, " texts"],
+    train: Bool[np.ndarray, " texts"],
+    seed: int = DEFAULTS.probing.seed,
 ) -> dict[str, float]:
     """Return SAEBench's own numbers: held-out accuracy of a probe on the k units with the largest mean difference.
 
@@ -323,13 +272,13 @@ def _fit(
 
 
 def _probe_set(
-    units: Units, given: _Read, classes: Sequence[str], probes: Probes, advance: Callable[[int], None]
+    units: Units, given: _Read, classes: Sequence[str], how: ProbingConfig, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     train, found = given.train, {}
     for label in classes:
         positive = given.labels == label
-        found[label] = probe_class(units, positive, train, probes.candidates) | {
-            "saebench": k_sparse_accuracy(units, positive, train, probes.seed)
+        found[label] = probe_class(units, positive, train, how.candidates) | {
+            "saebench": k_sparse_accuracy(units, positive, train, how.seed)
         }
         advance(1)
     return {
@@ -371,18 +320,35 @@ def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[Lab
         check_provenance(model, trained.provenance.layer, trained.provenance)
 
 
-def _read(texts: LabelledTexts, tokenizer: Any, probes: Probes, masked: set[int]) -> _Read:
+def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, masked: set[int]) -> _Read:
     """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
-    level = probes.level_of(texts)
-    side = probes.side_of(level)
-    head = head_ids(tokenizer, probes.bos)
-    room, needed = probes.context - len(head), MIN_TOKENS if level == "sample" else 1
-    order = np.random.RandomState(probes.seed).permutation(len(texts.texts))[: probes.limit]  # as the paper's code
-    given = tokenizer([texts.texts[i] for i in order], add_special_tokens=False, verbose=False)["input_ids"]
-    cut = [ids[:room] if side == "first" else ids[-room:] for ids in given]
-    kept = [i for i, ids in enumerate(cut) if sum(token not in masked for token in ids) >= needed]
+    level = how.level or texts.level
+    side = how.side or ("first" if level == "sample" else "last")
+    if level == "token" and side == "first":
+        raise MxdError("the token level probes the last token of a text; drop --first.")
+    if level == "span" and texts.spans is None:
+        raise MxdError(f"{texts.name} has no spans: give it columns start and end, or choose --level sample or token.")
+    if level == "span" and not getattr(tokenizer, "is_fast", False):
+        raise MxdError(
+            f"probing spans needs a fast tokenizer, which says where in the text each token stands; "
+            f"{type(tokenizer).__name__} does not. Choose --level token for the last token of each text."
+        )
+    head = head_ids(tokenizer, bos)
+    room, needed = how.context - len(head), MIN_TOKENS if level == "sample" else 1
+    order = np.random.RandomState(how.seed).permutation(len(texts.texts))[: how.limit]  # as the paper's code
+    chosen_texts, offsets = [texts.texts[i] for i in order], {"return_offsets_mapping": True} if level == "span" else {}
+    given = tokenizer(chosen_texts, add_special_tokens=False, verbose=False, **offsets)
+    ids, places = [], []
+    for i, row in enumerate(given["input_ids"]):
+        first = 0 if side == "first" else max(0, len(row) - room)
+        ids.append(head + row[first : first + room])
+        inside = range(len(row))
+        if level == "span" and texts.spans is not None:
+            inside = _inside(given["offset_mapping"][i], *texts.spans[order[i]])
+        places.append(range(max(inside.start - first, 0) + len(head), min(inside.stop - first, room) + len(head)))
+    kept = [i for i, row in enumerate(ids) if sum(row[place] not in masked for place in places[i]) >= needed]
     labels = np.array([texts.labels[order[i]] for i in kept])
-    found = _Read([head + cut[i] for i in kept], len(head), labels, level, side, len(cut) - len(kept))
+    found = _Read([ids[i] for i in kept], [places[i] for i in kept], labels, level, side, len(ids) - len(kept))
     for label in texts.classes:
         for part, chosen in (("training", found.train), ("held-out", ~found.train)):
             count = int((labels[chosen] == label).sum()) if len(labels) else 0
@@ -392,6 +358,12 @@ def _read(texts: LabelledTexts, tokenizer: Any, probes: Probes, masked: set[int]
                     "needs some of the class and some of the rest. Give more texts, or raise --limit."
                 )
     return found
+
+
+def _inside(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
+    """Return the numbers of the tokens that share a character with the span."""
+    found = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
+    return range(found[0], found[-1] + 1) if found else range(0)
 
 
 def _neurons(model: FrozenModel, numbers: Sequence[int]) -> dict[int, Callable[[Tensor], Tensor]]:
@@ -423,7 +395,7 @@ def _pool(
     forward_tokens: int,
     advance: Callable[[int], None],
 ) -> dict[Site, Float[Tensor, "texts width"]]:
-    """Return for each site one vector a text: the mean over the tokens that count, or the last of them.
+    """Return for each site one vector a text: the mean over the tokens that count, or the last of them alone.
 
     Texts of similar length run together, padded at the end, which no earlier position of a causal model sees.
     """
@@ -442,7 +414,7 @@ def _pool(
             number, what, mask = site
             x, y = recorded[number]
             vectors = y if what == "mlp_out" else neurons[number](x) if what == "neurons" else x
-            shares = _shares(ids, [len(text) for text in texts], given, mask).to(x.device)
+            shares = _shares(ids, [given.places[i] for i in rows], given.level, mask).to(x.device)
             pooled = torch.einsum("bsd,bs->bd", vectors.float(), shares)
             store = found.setdefault(site, pooled.new_empty(len(given.ids), pooled.shape[-1]))
             store[rows] = pooled
@@ -451,13 +423,13 @@ def _pool(
 
 
 def _shares(
-    ids: Int[Tensor, "batch seq"], lengths: Sequence[int], given: _Read, mask: Sequence[int]
+    ids: Int[Tensor, "batch seq"], inside: Sequence[range], level: str, mask: Sequence[int]
 ) -> Float[Tensor, "batch seq"]:
     """Return what each position contributes to its text's vector: nothing for BOS, padding and masked tokens."""
-    places = torch.arange(ids.shape[1])
-    counted = (places >= given.head) & (places < torch.tensor(lengths).unsqueeze(-1))
+    places, (first, end) = torch.arange(ids.shape[1]), torch.tensor([(r.start, r.stop) for r in inside]).T.unsqueeze(-1)
+    counted = (places >= first) & (places < end)
     counted &= ~torch.isin(ids, torch.tensor(list(mask), dtype=ids.dtype))
-    if given.level == "sample":
+    if level != "token":
         return counted / counted.sum(-1, keepdim=True)
     last = (counted * (places + 1)).argmax(-1, keepdim=True)
     return torch.zeros(ids.shape).scatter_(1, last, 1.0)

@@ -7,8 +7,9 @@ replacement is spliced in, which is the default here; ``on="base"`` adds it to t
 logit of a token by 1 for each time it came before, which the paper does not say: ``frequency_penalty=1``. Masked tokens
 (BOS) are not steered, since the layers were trained without them.
 
-A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. Its answer must be two numbers
-as in "0.75, 0.50". Everything else is a failure: counted, and never replaced by a number.
+A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. It is asked with a paraphrase
+of the paper's prompt, not with its words (``INSTRUCTIONS``). Its answer must be two numbers as in "0.75, 0.50".
+Everything else is a failure: counted, and never replaced by a number.
 """
 
 import os
@@ -28,15 +29,14 @@ from torch import Tensor, nn
 
 from mxd.checkpoint import Trained
 from mxd.data import head_ids
-from mxd.errors import MxdError, unknown
+from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued, greedy
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, load_frozen
 from mxd.progress import progress
+from mxd.questions import DEFAULTS, SteeringConfig
 from mxd.splice import check_provenance, spliced
-
-PLACES = ("replacement", "base")
 
 INSTRUCTIONS = """You are an expert evaluator of synthetic text.
 
@@ -64,49 +64,13 @@ else.
 
 TEXT TO EVALUATE:
 {samples}"""
-"""The prompt of the paper's judges (app. D.1), with its anchors."""
+"""A paraphrase of the prompt of the paper's judges (app. D.1): the same axes, anchors and form of answer in other
+words, so that a judge's numbers need not be those it would give to the paper's."""
 ANSWER = re.compile(r"([01]\.\d\d), ([01]\.\d\d)")
 DISAGREEMENT = 0.25
 """Repeats whose answers lie at least one anchor apart on an axis disagree."""
 GIVE_UP = 3
 """After so many collections without any answer a judge is not asked again."""
-
-
-@dataclass(frozen=True)
-class Steering:
-    """How text is generated."""
-
-    scale: float = 100.0
-    """``lambda``: how much of the unit's output is added."""
-    prompt: str = "Let's talk about "
-    """What is continued."""
-    samples: int = 10
-    """Continuations of each unit."""
-    tokens: int = 32
-    """Tokens of a continuation."""
-    temperature: float = 1.0
-    """Logits are divided by it; 0 is greedy."""
-    top_p: float = 0.1
-    """Tokens are drawn from the smallest set that holds this much probability."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it occurs before; 1 in the paper's code."""
-    seed: int = 0
-    """Draws the tokens; a unit's samples do not depend on which others are steered."""
-    on: str = "replacement"
-    """Where the unit's output is added: to the spliced replacement's (the paper's code), or to the ``base`` MLP's."""
-    bos: bool = True
-    """Begin the prompt with BOS where the tokenizer has one."""
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "tokens"):
-            if getattr(self, name) < 1:
-                raise MxdError(f"{name} is {getattr(self, name)}; expected at least 1.")
-        if not 0 < self.top_p <= 1:
-            raise MxdError(f"top_p is {self.top_p}; expected more than 0 and at most 1.")
-        if self.temperature < 0:
-            raise MxdError(f"temperature is {self.temperature}; expected 0 (greedy) or more.")
-        if self.on not in PLACES:
-            raise unknown("place to steer", self.on, PLACES)
 
 
 @runtime_checkable
@@ -148,38 +112,33 @@ class Verdict:
 
 def steer_checkpoints(
     subject: Subject,
+    how: SteeringConfig = DEFAULTS.steering,
     units: Sequence[int] | None = None,
     judge: Judge | None = None,
-    repeats: int = 1,
-    **options: Any,
 ) -> dict[str, Any]:
     """Steer with units of checkpoints, each spliced in alone, and have the texts judged.
 
     Args:
         subject: the checkpoints.
-        units: which units; by default the first 100.
+        how: how text is generated.
+        units: which units; by default the first there are.
         judge: who rates the texts; nobody by default.
-        repeats: times each collection is judged.
-        options: fields of ``Steering``.
 
     Raises:
         MxdError: as ``evaluate_steering``.
     """
-    how = Steering(bos=subject.text.bos, **options)
-    results = evaluate_steering(subject.base, subject.trained, units, how, judge, repeats)
-    asked = {name: getattr(how, name) for name in Steering.__dataclass_fields__ if name != "prompt"} | {
-        "repeats": repeats
-    }
-    return subject.document(results, asked=asked, prompt=how.prompt, judge=judge.name if judge else None)
+    results = evaluate_steering(subject.base, subject.trained, units, how, judge, subject.text.bos)
+    asked, judged_by = how.model_dump(mode="json", exclude={"prompt"}), judge.name if judge else None
+    return subject.document(results, asked=asked, prompt=how.prompt, judge=judged_by)
 
 
 def evaluate_steering(
     model: FrozenModel,
     layers: Mapping[str, Trained],
     units: Sequence[int] | None = None,
-    how: Steering | None = None,
+    how: SteeringConfig = DEFAULTS.steering,
     judge: Judge | None = None,
-    repeats: int = 1,
+    bos: bool = True,
     batch: int = 160,
 ) -> dict[str, dict[str, Any]]:
     """Generate text under the influence of single units, and have each unit's collection judged.
@@ -187,10 +146,10 @@ def evaluate_steering(
     Args:
         model: the frozen base model.
         layers: name -> a layer with its provenance.
-        units: which units; by default the first 100 there are.
+        units: which units; by default the first there are (``how.first``).
         how: how text is generated.
         judge: who rates the texts; nobody by default.
-        repeats: times each collection is judged.
+        bos: begin the prompt with BOS where the tokenizer has one.
         batch: samples in one forward, rounded up to whole units.
 
     Returns:
@@ -202,11 +161,8 @@ def evaluate_steering(
     Raises:
         MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers of another model.
     """
-    how = how or Steering()
-    if repeats < 1:
-        raise MxdError(f"repeats is {repeats}; expected at least 1.")
-    ids = _prompt(model, how)
-    chosen = {name: _units(name, trained.layer, units) for name, trained in layers.items()}
+    ids = _prompt(model, how, bos)
+    chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():
         check_provenance(model, trained.provenance.layer, trained.provenance)
         with spliced(model, {trained.provenance.layer: trained}):  # only to hear now what does not fit
@@ -217,7 +173,7 @@ def evaluate_steering(
         for name, trained in layers.items():
             results[name] = _generated(model, trained, chosen[name], how, ids, batch, advance)
     if judge is not None:
-        _judge_all(results, judge, how.prompt, repeats)
+        _judge_all(results, judge, how.prompt, how.repeats)
     return results
 
 
@@ -252,7 +208,7 @@ def read_answer(answer: str) -> tuple[float, float] | None:
 
 
 def judge_prompt(samples: Sequence[str]) -> str:
-    """Return what a judge is asked about a collection (paper, app. D.1)."""
+    """Return what a judge is asked about a collection, after app. D.1 of the paper."""
     marked = "\n".join(f"<sample>{sample}</sample>" for sample in samples)
     return INSTRUCTIONS.format(count=len(samples), samples=marked)
 
@@ -407,7 +363,7 @@ class Steered(nn.Module):
 
 
 def choose(
-    logits: Float[Tensor, "rows vocab"], draws: Float[Tensor, " rows"], temperature: float = 1.0, top_p: float = 1.0
+    logits: Float[Tensor, "rows vocab"], draws: Float[Tensor, " rows"], temperature: float, top_p: float
 ) -> Int[Tensor, " rows"]:
     """Return a token a row, drawn from the smallest set of likeliest tokens that holds ``top_p`` of the probability.
 
@@ -426,8 +382,8 @@ def choose(
     return order.gather(-1, reached.int().argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def _prompt(model: FrozenModel, how: Steering) -> list[int]:
-    head = head_ids(model.tokenizer, how.bos)
+def _prompt(model: FrozenModel, how: SteeringConfig, bos: bool) -> list[int]:
+    head = head_ids(model.tokenizer, bos)
     ids = head + model.tokenizer(how.prompt, add_special_tokens=False)["input_ids"]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not ids:
@@ -440,9 +396,9 @@ def _prompt(model: FrozenModel, how: Steering) -> list[int]:
     return ids
 
 
-def _units(name: str, layer: ReplacementLayer, units: Sequence[int] | None) -> list[int]:
+def _units(name: str, layer: ReplacementLayer, units: Sequence[int] | None, first: int) -> list[int]:
     if units is None:
-        return list(range(min(100, layer.num_units)))
+        return list(range(min(first, layer.num_units)))
     if not units:
         raise MxdError("no units to steer with; give at least one.")
     wrong = [unit for unit in units if not 0 <= unit < layer.num_units]
@@ -455,7 +411,7 @@ def _generated(
     model: FrozenModel,
     trained: Trained,
     units: Sequence[int],
-    how: Steering,
+    how: SteeringConfig,
     prompt: Sequence[int],
     batch: int,
     advance: Callable[[int], None],
@@ -481,7 +437,7 @@ def _sampled(
     trained: Trained,
     units: Sequence[int],
     scale: float,
-    how: Steering,
+    how: SteeringConfig,
     prompt: Sequence[int],
     advance: Callable[[int], None],
 ) -> list[str]:
@@ -496,7 +452,7 @@ def _sampled(
 
 
 def _continue(
-    model: FrozenModel, prompt: Sequence[int], draws: Float[Tensor, "rows new_tokens"], how: Steering
+    model: FrozenModel, prompt: Sequence[int], draws: Float[Tensor, "rows new_tokens"], how: SteeringConfig
 ) -> Int[Tensor, "rows new_tokens"]:
     """Return drawn continuations of one prompt."""
     ids = torch.tensor(prompt, device=model.device).expand(len(draws), -1)

@@ -16,15 +16,10 @@ from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementLayer
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS
 from mxd.splice import check_provenance
 
 K = TypeVar("K")
-
-PROMPTS = (
-    *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
-    *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
-)
-"""Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
 
 LEADERS = 3
 """Units named for each prompt."""
@@ -110,9 +105,9 @@ def evaluate_structure(
     model: FrozenModel,
     trained: Mapping[str, Trained],
     blocks: Blocks,
-    tokens: int = 65_536,
-    experts: int = 2000,
-    prompts: Sequence[str] = PROMPTS,
+    tokens: int = DEFAULTS.structure.tokens,
+    experts: int = DEFAULTS.structure.experts,
+    prompts: Sequence[str] = DEFAULTS.structure.prompts,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Look at the units of trained layers: their ranks, and which of them lead.

@@ -20,6 +20,7 @@ from mxd.evaluation.bands import Band, BandSamples
 from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
 from mxd.model import FrozenModel
 from mxd.progress import progress
+from mxd.questions import DEFAULTS
 
 BINS = 4
 """Bins of the histogram for each factor of ten."""
@@ -35,12 +36,12 @@ def evaluate_units(
     model: FrozenModel,
     trained: Mapping[str, Trained],
     blocks: Blocks,
-    tokens: int = 1_000_000,
+    tokens: int = DEFAULTS.units.tokens,
     units: Sequence[int] | None = None,
-    top: int = 10,
-    contexts: int = 5,
-    shared: float = 0.5,
-    seed: int = 0,
+    top: int = DEFAULTS.units.top,
+    contexts: int = DEFAULTS.units.contexts,
+    shared: float = DEFAULTS.units.shared,
+    seed: int = DEFAULTS.units.seed,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Count how often the units of trained layers fire, and show what some of them fire on.
@@ -101,7 +102,7 @@ def evaluate_units(
     return results
 
 
-def firing(moments: CodeMoments, shared: float = 0.5) -> dict[str, Any]:
+def firing(moments: CodeMoments, shared: float = DEFAULTS.units.shared) -> dict[str, Any]:
     """Return how often and how strongly all units fire (app. C.1).
 
     Returns:
@@ -126,7 +127,7 @@ def firing(moments: CodeMoments, shared: float = 0.5) -> dict[str, Any]:
     }
 
 
-def contributing(moments: CodeMoments, top: int, shared: float = 0.5) -> list[int]:
+def contributing(moments: CodeMoments, top: int, shared: float = DEFAULTS.units.shared) -> list[int]:
     """Return the units that add most, by mean coefficient times weight norm, without shared and dead ones."""
     adds = moments.sums * moments.layer.unit_norms().detach().cpu()
     adds[(moments.rates > shared) | (moments.counts == 0)] = -1

@@ -240,7 +240,7 @@ class ReplacementLayer(nn.Module, ABC):
 
     def penalty(self, code: Code) -> Float[Tensor, ""]:
         """Return what the sparsity adds to the training loss: zero for top-k, the L1 term for ReLU + L1."""
-        return self.sparsity.penalty(code.values, self.unit_norms)
+        return self.sparsity.penalty(code.values, self.unit_norms, self.factor_norms)
 
     @torch.no_grad()
     def start(self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Start = "paper") -> None:
@@ -273,6 +273,10 @@ class ReplacementLayer(nn.Module, ABC):
     @abstractmethod
     def unit_norms(self) -> Float[Tensor, " units"]:
         """Return the Frobenius norm of each unit's weight, without materialising the weights."""
+
+    @abstractmethod
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return the norm of what of each unit's weight is its own: a row of ``C``, or of a feature's decoder."""
 
     @abstractmethod
     def _hidden(self, x: Tensor) -> Tensor:

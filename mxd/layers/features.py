@@ -33,6 +33,10 @@ class FeatureLayer(ReplacementLayer):
         """Return ``||d_n||``."""
         return self.decoder.square().sum(-1).clamp_min(1e-30).sqrt()
 
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||d_n||``: nothing of a feature's weight is shared."""
+        return self.unit_norms()
+
     def _hidden(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x), 0)
 

@@ -87,6 +87,10 @@ class CPMuMoE(ReplacementLayer):
         gram = (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)
         return ((self.expert_factor @ gram) * self.expert_factor).sum(-1).clamp_min(1e-30).sqrt()
 
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||c'_n||``."""
+        return self.expert_factor.square().sum(-1).clamp_min(1e-30).sqrt()
+
     def _hidden(self, x: Tensor) -> Tensor:
         return self.encoder(x) @ self.input_factor
 

@@ -82,6 +82,10 @@ class MxD(ReplacementLayer):
         """Return ``||W_n||_F = sqrt(sum_o c_no^2 ||D[:, o]||^2)``."""
         return (self.expert_scale.square() @ self.decoder.square().sum(0)).clamp_min(1e-30).sqrt()
 
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||c_n||``."""
+        return self.expert_scale.square().sum(-1).clamp_min(1e-30).sqrt()
+
     def copy_base(self, base: MLPWeights) -> None:
         """Become the base MLP exactly: E, D and b copied, and expert 0 always on with ``a_0 = 1``, ``c_0 = 1``.
 

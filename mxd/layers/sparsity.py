@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from mxd.ops import Proposals, topk_linear
 
 Choice = tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"], bool]
+Norms = Callable[[], Float[Tensor, " units"]]
+Weighting = Literal["none", "factor", "norm"]
 
 
 class Sparsity(nn.Module, ABC):
@@ -38,8 +40,8 @@ class Sparsity(nn.Module, ABC):
         """Take from a run's seed what is drawn in training; most kinds draw nothing."""
 
     @abstractmethod
-    def penalty(self, values: Float[Tensor, "*batch k"], unit_norms: Callable[[], Tensor]) -> Float[Tensor, ""]:
-        """Return the term added to the training loss."""
+    def penalty(self, values: Float[Tensor, "*batch k"], unit_norms: Norms, factor_norms: Norms) -> Float[Tensor, ""]:
+        """Return the term added to the training loss, given the layer's functions of these names."""
 
 
 class SparsityConfig(BaseModel, ABC):
@@ -119,7 +121,11 @@ class ReLUL1Config(SparsityConfig):
     kind: Literal["relu_l1"] = "relu_l1"
     """Selects this kind."""
     l1: NonNegativeFloat = 1e-3
-    """Weight of ``sum_n |a_n| ||W_n||`` in the loss, averaged over tokens."""
+    """Weight of ``sum_n |a_n| w_n`` in the loss, averaged over tokens."""
+    weighting: Weighting = "norm"
+    """What ``w_n`` is. ``norm``: ``||W_n||``, of the unit's whole weight. ``factor``: the norm of its own row alone,
+    ``||c_n||`` in an MxD, ``||d_n||`` in a transcoder (where both are the same): the plain penalty of a layer with rows
+    of unit norm. ``none``: 1, as the paper prints it; weak units with long rows then escape it."""
 
     @property
     def max_k(self) -> None:
@@ -128,12 +134,12 @@ class ReLUL1Config(SparsityConfig):
 
     @property
     def slug(self) -> str:
-        """For example ``l1-0.001``."""
-        return f"l1-{self.l1:g}"
+        """For example ``l1-0.001``, or ``l1-0.001-factor``."""
+        return f"l1-{self.l1:g}" + ("" if self.weighting == "norm" else f"-{self.weighting}")
 
     def build(self, units: int) -> Sparsity:
         """Build the module."""
-        return ReLUL1(self.l1)
+        return ReLUL1(self.l1, self.weighting)
 
 
 class JumpReLUConfig(SparsityConfig):
@@ -171,7 +177,7 @@ class TopK(Sparsity):
         """Keep the K largest."""
         return *topk_linear(x, weight, bias, self.k, self.proposals if self.training else "float32"), False
 
-    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
         return values.new_zeros(())
 
@@ -203,28 +209,33 @@ class RandomK(Sparsity):
             self.draws += 1
         return *topk_linear(x, weight, bias, k, self.proposals if self.training else "float32"), False
 
-    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
         return values.new_zeros(())
 
 
 class ReLUL1(Sparsity):
-    """``a = relu(x G + b_G)`` with ``l1 * mean_tokens sum_n |a_n| ||W_n||`` in the loss.
+    """``a = relu(x G + b_G)`` with ``l1 * mean_tokens sum_n |a_n| w_n`` in the loss.
 
-    The norms stand in because decoders are not normalised: without them the penalty is escaped by scaling.
+    The MxD paper prints ``lambda ||.||_1`` on the coefficients and does not say whether rows are held at some norm.
+    Where they are not, half the coefficient and twice the row are the same function at half the penalty; weighted by
+    ``norm`` or ``factor`` they cost the same. To hold rows at unit norm would add nothing to ``factor``, since
+    ``a_n ||c_n||`` is the coefficient that such a layer has.
     """
 
-    def __init__(self, l1: float) -> None:
+    def __init__(self, l1: float, weighting: Weighting) -> None:
         super().__init__()
-        self.l1 = l1
+        self.l1, self.weighting = l1, weighting
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
         """Keep every positive pre-activation."""
         return _every_unit(torch.relu(F.linear(x, weight, bias)))
 
-    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Return the weighted L1 norm of the coefficients, averaged over tokens."""
-        return self.l1 * (values.reshape(-1, values.shape[-1]) @ unit_norms()).mean()
+        norms = {"none": None, "factor": factor_norms, "norm": unit_norms}[self.weighting]
+        rows = values.reshape(-1, values.shape[-1])
+        return self.l1 * (rows.sum(-1) if norms is None else rows @ norms()).mean()
 
 
 class JumpReLU(Sparsity):
@@ -244,7 +255,7 @@ class JumpReLU(Sparsity):
         positive = torch.relu(F.linear(x, weight, bias))
         return _every_unit(positive * (positive > self.threshold))
 
-    def penalty(self, values: Tensor, unit_norms: Callable[[], Tensor]) -> Tensor:
+    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
         return values.new_zeros(())
 

@@ -67,14 +67,15 @@ def masking_table(name: str, result: Mapping[str, Any]) -> Table:
 
 
 def purging_table(name: str, result: Mapping[str, Any]) -> Table:
-    """Return the loss changes from purging: thresholds in rows."""
+    """Return the loss changes from purging: thresholds in rows, with how many units reach them by mere chance."""
     mean = result["mean_score"]
     columns = [f"{what}, score {side} {mean:g}" for what in ("change", "at random") for side in ("up to", "above")]
     title = f"{name}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked"
-    table = Table("correlation from", "units", "share", *columns, title=title, title_justify="left")
+    table = Table("correlation from", "units", "share", "by chance", *columns, title=title, title_justify="left")
     for row, threshold in enumerate(result["thresholds"]):
         cells = [c for key in ("changes", "control") for c in _changes(result[key][row], result[f"{key}_se"][row])]
-        table.add_row(f"{threshold:g}", f"{result['units'][row]:,}", f"{result['share'][row]:.1%}", *cells)
+        counts = f"{result['units'][row]:,}", f"{result['share'][row]:.1%}", f"{result['removed'][row]:,}"
+        table.add_row(f"{threshold:g}", *counts, *cells)
     return table
 
 

@@ -403,7 +403,7 @@ def configs(folder: Path) -> Any:
         "data": {"source": "bundled", "context": 16},
         "sizing": {"expansion": 2},
         "training": {"recipe": "short", "tokens": 10_000, "batch_tokens": 100, "buffer_tokens": 1000},
-        "evaluation": {"questions": ["units"], "tokens": 10},
+        "evaluation": {"questions": ["units"], "units": {"tokens": 10}},
     }
     return raw
 
@@ -507,13 +507,14 @@ def _sayable(value: Any) -> bool:
 
 
 def tables(folder: Path) -> Path:
-    """Write one small table of texts, labels and scores in every format."""
+    """Write one small table of texts, labels, their spans and scores in every format."""
     import pyarrow as pa
     from pyarrow import parquet
 
     rows = [{"text": f"some words, number {n}", "label": f"class {n % 3}", "score": n / 10} for n in range(12)]
+    rows = [{**row, "start": n % 5, "end": n % 5 + 4} for n, row in enumerate(rows)]
     with (folder / "t.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["text", "label", "score"])
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -540,7 +541,7 @@ def table(draw: Draw, root: Path, source: Path, suffixes: tuple[str, ...]) -> Pa
         writer = csv.writer(buffer, quoting=draw(st.sampled_from((0, 1))))
         for row in draw(st.lists(st.lists(atoms, max_size=4), max_size=5)):
             writer.writerow([str(cell)[:300] for cell in row])
-        head = "" if draw(st.integers(0, 2)) == 0 else "text,label,score\n"
+        head = "" if draw(st.integers(0, 2)) == 0 else "text,label,score,start,end\n"
         data = (head + buffer.getvalue()).encode("utf-8", "replace")
     elif kind == 3:
         data = pickled(draw, root)

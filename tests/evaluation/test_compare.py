@@ -6,20 +6,20 @@ from typing import get_args
 import pytest
 
 from mxd import model as models
-from mxd.config import EvaluationConfig, Question, parse_config
+from mxd.config import parse_config
 from mxd.errors import MxdError
 from mxd.evaluation import compare as file
 from mxd.evaluation.compare import ANSWERS, compare
+from mxd.questions import EvaluationConfig, Question
 
 SMALL = {
-    "tokens": 256,
-    "prompts": 6,
-    "unit_tokens": 512,
-    "pages": 2,
-    "texts": 60,
-    "domain_texts": 4,
-    "steered": 2,
-    "sets": ["gender"],
+    "faithfulness": {"tokens": 256},
+    "generation": {"limit": 6},
+    "units": {"tokens": 512, "top": 2},
+    "structure": {"tokens": 256},
+    "probing": {"sets": ["gender"], "limit": 60},
+    "masking": {"limit": 4},
+    "steering": {"first": 2, "samples": 2},
 }
 
 
@@ -47,9 +47,8 @@ def answers(folder):
 
 def test_every_question_has_an_answer_and_only_names_settings_that_exist():
     assert set(ANSWERS) == set(get_args(Question))
-    assert {name for _, names in ANSWERS.values() for name in names} <= set(EvaluationConfig.model_fields)
-    unused = set(EvaluationConfig.model_fields) - {name for _, names in ANSWERS.values() for name in names}
-    assert unused == {"questions"}
+    sections = {section for _, section in ANSWERS.values()}
+    assert sections == set(EvaluationConfig.model_fields) - {"questions", "split"}
 
 
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
@@ -63,12 +62,15 @@ def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     assert json.loads((folder / "units.json").read_text())["results"]["r/layer1-mxd-k2"]["tokens"] <= 512
 
 
-def test_the_base_model_is_loaded_once(tmp_path, monkeypatch):
+def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_path, monkeypatch):
     loaded = []
     real = models._load
     monkeypatch.setattr(models, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
+    opened, really = [], file.open_checkpoints
+    monkeypatch.setattr(file, "open_checkpoints", lambda *args: opened.append(args[1]) or really(*args))
     compare(run(tmp_path, ["evaluation"]))
     assert loaded == ["tiny-gpt2"]
+    assert opened == [{}]  # the text is that of `mxd evaluate`, for datasets without a held-out split, too
 
 
 def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monkeypatch):
@@ -98,7 +100,7 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
 def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
     folder = compare(run(tmp_path, ["evaluation", "generation"]))
     before = answers(folder)
-    compare(run(tmp_path, ["evaluation", "generation"], prompts=7, texts=61))
+    compare(run(tmp_path, ["evaluation", "generation"], generation={"limit": 7}, probing={"limit": 61}))
     after = answers(folder)
     assert after["evaluation"] == before["evaluation"] and after["generation"] != before["generation"]
     assert json.loads(after["generation"])["asked"]["limit"] == 7

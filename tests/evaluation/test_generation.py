@@ -25,6 +25,7 @@ from mxd.evaluation.generation import (
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
+from mxd.questions import GenerationConfig
 from mxd.splice import spliced
 
 LAYER = 2
@@ -398,7 +399,7 @@ def subject(model, *numbers, bos=True):
 
 def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained_gpt2):
     one = subject(trained_gpt2, LAYER)
-    found = generate_checkpoints(one, limit=12, words=3, new_tokens=4, seed=1)
+    found = generate_checkpoints(one, GenerationConfig(limit=12, words=3, tokens=4, seed=1))
     result = found["results"]["r/2"]
     assert result["prompts"] == 12 and len(result["match"]) == 4
     assert result["replacements"][0] == {
@@ -413,12 +414,13 @@ def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained
     texts = openings(one.texts(), 12, 1)
     ids = prompts(texts, trained_gpt2.tokenizer, 3, 12)
     assert [e["prompt"] for e in result["examples"]] == ids[:8]
-    other = generate_checkpoints(one, limit=12, words=3, new_tokens=4, seed=2)["results"]["r/2"]["examples"]
+    other = generate_checkpoints(one, GenerationConfig(limit=12, words=3, tokens=4, seed=2))
+    other = other["results"]["r/2"]["examples"]
     assert [e["prompt"] for e in other] != [e["prompt"] for e in result["examples"]]
 
 
 def test_one_prompt_is_continued_whole(trained_gpt2):
-    found = generate_checkpoints(subject(trained_gpt2, 1, LAYER, bos=False), True, TEXTS[0], new_tokens=3)
+    found = generate_checkpoints(subject(trained_gpt2, 1, LAYER, bos=False), GenerationConfig(tokens=3), True, TEXTS[0])
     assert list(found["results"]) == ["together"]
     (example,) = found["results"]["together"]["examples"]
     assert example["prompt_text"] == TEXTS[0]

@@ -5,6 +5,7 @@ from collections import Counter
 
 import datasets
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
@@ -30,11 +31,12 @@ def write(folder, suffix, text="text", label="label", rows=ROWS):
 
 def test_bundled_sets_are_balanced_and_small():
     sizes = {"factbook": (990, 9), "languages": (692, 12), "gender": (1600, 2)}
-    for name, level in BUNDLED_SETS.items():
+    for name in BUNDLED_SETS:
         found = labelled_texts(name)
         counts = Counter(found.labels)
         assert (len(found.texts), len(found.classes)) == sizes[name]
-        assert max(counts.values()) - min(counts.values()) <= 1 and found.level == level
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert found.level == ("span" if name == "gender" else "sample")
         assert len(set(found.texts)) == len(found.texts)
     assert sum(file.stat().st_size for file in bundled_path("probing").iterdir()) < 400_000
 
@@ -42,6 +44,7 @@ def test_bundled_sets_are_balanced_and_small():
 def test_a_bundled_name_stands_at_the_end_and_has_one_gender():
     found = labelled_texts("gender")
     names = [text.split()[-1] for text in found.texts]
+    assert [text[start:end] for text, (start, end) in zip(found.texts, found.spans, strict=True)] == names
     assert len(set(names)) == len(names)
     assert {"Mary": "female", "James": "male"}.items() <= dict(zip(names, found.labels, strict=True)).items()
 
@@ -110,6 +113,44 @@ def test_short_rows_broken_files_and_empty_files_are_refused(tmp_path):
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"PAR1 no")
     with pytest.raises(MxdError, match="cannot read"):
+        labelled_texts(path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_set_may_say_which_characters_its_labels_speak_of(tmp_path, suffix):
+    rows = [
+        {"text": "Ann, née O", "label": "a", "start": 5, "end": 8},
+        {"text": "Bo", "label": "b", "start": 0, "end": 2},
+    ]
+    path = tmp_path / f"some.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.csv.write_csv(table, path) if suffix == "csv" else pyarrow.parquet.write_table(table, path)
+    found = labelled_texts(path)
+    assert found.level == "span" and found.spans == [(5, 8), (0, 2)]
+    assert [text[start:end] for text, (start, end) in zip(found.texts, found.spans, strict=True)] == ["née", "Bo"]
+
+
+@pytest.mark.parametrize(
+    ("span", "message"),
+    [
+        ({"start": 2, "end": 6}, r"row 2: start and end are 2 and 6; expected .* 0 <= start < end <= 5\. Rename"),
+        ({"start": 2, "end": 2}, "start and end are 2 and 2"),
+        ({"start": -1, "end": 2}, "start and end are -1 and 2"),
+        ({"start": 0.5, "end": 2}, "start and end are 0.5 and 2"),
+        ({"start": True, "end": 2}, "start and end are True and 2"),
+        ({"start": "1", "end": "x"}, "start and end are '1' and 'x'"),
+        ({"start": None, "end": None}, "start and end are None and None"),
+        ({}, "some: 1 of 2 rows have a span, start and end; give it to all or none"),
+    ],
+)
+def test_a_span_that_is_none_of_the_texts_is_refused(tmp_path, span, message):
+    path = tmp_path / "some.jsonl"
+    rows = [{"text": "a cat", "label": "a", "start": 2, "end": 5}, {"text": "a dog", "label": "b", **span}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(MxdError, match=message):
         labelled_texts(path)
 
 

@@ -11,7 +11,6 @@ from small_layers import UNITS, K, dense_code, layer_for, trained_on
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation.masking import (
-    Correlation,
     belonging,
     evaluate_masking,
     evaluate_purging,
@@ -40,6 +39,12 @@ LAWS = [
 ]
 TEXTS = [*ANIMALS, *NUMBERS, *LAWS]
 LABELS = ["animals"] * 5 + ["numbers"] * 5 + ["laws"] * 4
+MANY = [
+    text
+    for n in range(10, 46)
+    for text in (f"{n} {n * n} 1 {'2 ' * (n % 5)}", f"The {'cat' if n % 2 else 'law'} of {'a dog ' * (n % 4 + 1)}runs")
+]
+"""72 texts, half of which hold numbers."""
 
 
 def every_kind(test):
@@ -149,18 +154,6 @@ def test_a_unit_belongs_where_it_is_twice_as_strong_as_anywhere_else():
     assert belonging(scores, ratio=1.5).tolist() == [0, 0, -1, -1, 1]
 
 
-def test_correlations_agree_with_numpy():
-    rng = np.random.default_rng(0)
-    score = rng.normal(size=50) + 3
-    activity = np.maximum(rng.normal(size=(50, 6)) + 0.3 * score[:, None], 0)
-    activity[:, 2], activity[:, 3], activity[:, 4], activity[:, 5] = 0, 0.7, 2 * score, -score
-    found = Correlation(6)
-    for rows in (slice(0, 20), slice(20, 50)):
-        found.see(torch.from_numpy(activity[rows]), torch.from_numpy(score[rows]))
-    expected = [np.corrcoef(activity[:, n], score)[0, 1] for n in (0, 1)]
-    np.testing.assert_allclose(found.value, [*expected, 0, 0, 1, -1], atol=1e-9)
-
-
 def test_halves_are_drawn_from_every_group_and_do_not_meet(tokenizer):
     groups = [("animals", "numbers", "laws").index(label) for label in LABELS]
     names = ["animals", "numbers", "laws"]
@@ -221,10 +214,10 @@ def ratio_mean(values):
 class ByHand:
     """Two layers spliced together, and the losses of the texts that are measured, each run by itself."""
 
-    def __init__(self, model, method, groups, names):
+    def __init__(self, model, method, groups, names, texts=TEXTS):
         self.model, self.layers = model, {n: layer_for(model, n, method, seed=n) for n in (0, 2)}
-        self.masked = (model.tokenizer(TEXTS[0])["input_ids"][2],)
-        self.drawn = halves(model.tokenizer, TEXTS, groups, names, 100, 128)
+        self.masked = (model.tokenizer(texts[0])["input_ids"][2],)
+        self.drawn = halves(model.tokenizer, texts, groups, names, 100, 128)
         self.kept = {n: ~np.isin(row, self.masked) for n, row in enumerate(self.drawn.rows)}
         assert any((~kept).any() for kept in self.kept.values())
 
@@ -293,29 +286,84 @@ def test_domain_masking_agrees_with_numpy(gpt2, method):
     assert got["others"] == pytest.approx(matrix[~np.eye(3, dtype=bool)].mean())
 
 
-@pytest.mark.parametrize("method", LAYERS)
+def over_chance(codes, scores, seed=0):
+    """Correlations over tokens, and the permutation test of ``Correlation`` token by token."""
+    rows, rng = np.concatenate(codes), np.random.default_rng(seed)
+    rows = rows - rows.mean(0)
+    orders = [np.arange(len(codes)), *(rng.permutation(len(codes)) for _ in range(999))]
+    dealt = np.array([np.repeat(np.array(scores)[order], [len(code) for code in codes]) for order in orders])
+    dealt = dealt - dealt.mean(1, keepdims=True)
+    norms = np.linalg.norm(dealt, axis=1)[:, None] * np.linalg.norm(rows, axis=0)
+    r = np.where(norms > 1e-9, dealt @ rows / np.maximum(norms, 1e-9), 0)
+    strength = r / np.maximum(np.sqrt((r**2).mean(0)), 1e-30)
+    return r[0], strength[0] > strength[1:].max()
+
+
+@pytest.mark.parametrize("method", ["mxd", "topk_sae"])
 def test_purging_agrees_with_numpy(gpt2, method):
-    scores = [float(len(text)) for text in TEXTS]
+    rng = np.random.default_rng(0)
+    scores = [float("1" in text) + 0.3 * rng.random() for text in MANY]
     high = [int(score > np.mean(scores)) for score in scores]
-    names = ["up to", "above"]
-    hand = ByHand(gpt2, method, high, names)
-    masks, thresholds = [{}, {}], (0.5, 0.0)
+    hand = ByHand(gpt2, method, high, ["up to", "above"], MANY)
+    masks, reached, thresholds = [{}, {}], [0, 0], (0.34, 0.1)
     for number in hand.layers:
         codes = hand.codes(number)
-        means = np.array([code.mean(0) for code in codes.values()])
-        of = np.array([scores[n] for n in codes])
-        r = np.array([np.corrcoef(means[:, n], of)[0, 1] if means[:, n].std() > 0 else 0 for n in range(UNITS)])
-        for mask, threshold in zip(masks, thresholds, strict=True):
-            mask[number] = np.flatnonzero(r >= threshold).tolist()
-    got = evaluate_purging(gpt2, hand.sets, TEXTS, scores, thresholds, batch=3)["both"]
+        order = sorted(codes, key=lambda n: len(hand.drawn.rows[n]))
+        r, beyond = over_chance([codes[n] for n in order], [scores[n] for n in order])
+        for i, threshold in enumerate(thresholds):
+            masks[i][number] = np.flatnonzero((r >= threshold) & beyond).tolist()
+            reached[i] += int((r >= threshold).sum())
+    got = evaluate_purging(gpt2, hand.sets, MANY, scores, thresholds, batch=7)["both"]
     assert got["units"] == [sum(map(len, mask.values())) for mask in masks]
     assert got["share"] == [count / (2 * UNITS) for count in got["units"]]
-    assert 0 < got["units"][0] < got["units"][1] < 2 * UNITS
-    assert got["mean_score"] == pytest.approx(np.mean(scores))
+    assert got["removed"] == [count - kept for count, kept in zip(reached, got["units"], strict=True)]
+    assert 0 < got["units"][0] < got["units"][1] < 2 * UNITS and got["removed"][1] > 0
+    assert got["mean_score"] == pytest.approx(np.mean(scores)) and got["choosing"] == 36
     leading = [one["correlation"] for one in got["leading"]]
     assert len(leading) == 10 and leading == sorted(leading, reverse=True)
-    assert all(one["unit"] in masks[0][one["layer"]] for one in got["leading"] if one["correlation"] >= 0.5)
+    for one in got["leading"]:
+        assert (one["unit"] in masks[0][one["layer"]]) == (one["beyond_chance"] and one["correlation"] >= 0.34)
+    first = got["leading"][0]
+    codes = hand.codes(first["layer"])
+    means = [code[:, first["unit"]].mean() for code in codes.values()]
+    assert first["correlation_texts"] == pytest.approx(np.corrcoef(means, [scores[n] for n in codes])[0, 1], abs=1e-6)
     hand.check_changes(got, "changes", masks, 2)
+
+
+def test_random_scores_mask_nothing(gpt2):
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}, "b": {2: trained_on(gpt2, 2, layer_for(gpt2, 2))}}
+    removed = 0
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        for scores in (
+            rng.exponential(size=72).tolist(),
+            [rng.random(len(gpt2.tokenizer(t)["input_ids"])).tolist() for t in MANY],
+        ):
+            for got in evaluate_purging(gpt2, sets, MANY, scores, (0.1, 0.05), seed=seed).values():
+                assert got["units"] == [0, 0] and got["changes"] == [[0, 0], [0, 0]]
+                removed += got["removed"][1]
+    assert removed > 10
+
+
+def test_tokens_may_have_scores_of_their_own(gpt2):
+    """A score that only the digit tokens have finds other units than the mean over each text would."""
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1, sparsity={"kind": "relu_l1"}))}}
+    ids = [gpt2.tokenizer(text)["input_ids"] for text in MANY]
+    of_tokens = [[float(gpt2.tokenizer.decode([i]).strip().isdigit()) for i in row] for row in ids]
+    drawn = halves(gpt2.tokenizer, MANY, [int("1" in t) for t in MANY], ["no", "yes"], 500, 128)
+    rows = np.concatenate(
+        [dense_code(gpt2, 1, sets["a"][1].layer, np.array([drawn.rows[n]]))[0][1:] for n in drawn.choosing]
+    )
+    scores = np.concatenate([of_tokens[n] for n in drawn.choosing])
+    expected = max(np.corrcoef(rows[:, n], scores)[0, 1] for n in range(UNITS) if np.ptp(rows[:, n]) > 0)
+    groups = np.array([np.mean(each) for each in of_tokens])
+    assert ((groups > groups.mean()) == ["1" in t for t in MANY]).all()  # so that the halves are those drawn here
+    got = evaluate_purging(gpt2, sets, MANY, of_tokens, (0.3,))["a"]
+    assert got["leading"][0]["correlation"] == pytest.approx(expected, abs=1e-5)
+    other = evaluate_purging(gpt2, sets, MANY, groups.tolist(), (0.3,))["a"]
+    assert other["leading"][0]["correlation"] != pytest.approx(expected, abs=1e-3)
+    with pytest.raises(MxdError, match=r"text \d+ has 3 scores for \d+ tokens; give it one number, or one for each"):
+        evaluate_purging(gpt2, sets, MANY, [[0.0, 1.0, float(n)] for n in range(len(MANY))])
 
 
 def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
@@ -400,6 +448,10 @@ def test_mistakes_are_named(gpt2, trained_gpt2):
             evaluate_masking(gpt2, sets, **{"texts": TEXTS, "labels": LABELS, **options})
     with pytest.raises(MxdError, match="number of different scores is 1"):
         evaluate_purging(gpt2, sets, TEXTS, [1.0] * len(TEXTS))
+    with pytest.raises(
+        MxdError, match=r"6 texts choose the units; expected at least 30.*give 60 or more, and a --limit"
+    ):
+        evaluate_purging(gpt2, sets, TEXTS, [float(len(text)) for text in TEXTS])
     with pytest.raises(MxdError, match="other weights there"):
         evaluate_masking(trained_gpt2, sets, TEXTS, LABELS)
 
@@ -426,6 +478,10 @@ def test_scored_texts_of_every_format(tmp_path, suffix):
     path = write_scored(tmp_path, suffix, rows)
     assert scored_texts(path) == (['a "b",\nc', "é"], [0.5, 2.0])
     assert scored_texts(path, score_column="toxic")[1] == [1.0, 0.0]
+    if suffix != ".csv":
+        own = write_scored(tmp_path, suffix, [{"text": "a b", "score": [0.5, 1]}, {"text": "c", "score": [2.0]}])
+        assert scored_texts(own) == (["a b", "c"], [[0.5, 1], [2.0]])
+        path = write_scored(tmp_path, suffix, rows)
     with pytest.raises(MxdError, match=r"no column 'body'; it has: text, score, toxic. Set --text-column"):
         scored_texts(path, "body")
 
@@ -435,6 +491,12 @@ def test_bad_scored_texts_are_named(tmp_path):
         ("a.txt", "x", r"expected a file: .csv, .jsonl, .parquet"),
         ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
         ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score None"),
+        (
+            "f.jsonl",
+            '{"text": "a", "score": []}',
+            r"the score \[\]; expected a number, or a list of them, one for each",
+        ),
+        ("g.jsonl", '{"text": "a", "score": [1, null]}', r"the score \[1, None\]; expected a number"),
         ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read scored texts"),
         ("e.parquet", "no", "cannot read scored texts"),
         ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read scored texts"),
@@ -461,13 +523,15 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
     assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
-    scored = write_scored(tmp_path, ".csv", [{"text": t, "score": len(t)} for t in TEXTS])
+    scored = write_scored(tmp_path, ".csv", [{"text": t, "score": "1" in t} for t in MANY])
     code, out, err = mxd(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
     assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
-    assert "correlation from" in out
-    assert f"block 2: {result['leading'][0]['correlation']:+.2f}" in write_report(tmp_path)[1].read_text()
+    assert "correlation from" in out and "by chance" in out and result["units"][0] > 0
+    first = result["leading"][0]
+    said = f"block {first['layer']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"
+    assert said in write_report(tmp_path)[1].read_text()
     for words, message in (
         ([], "give either labelled texts"),
         (["--scores", scored, "--domains", labelled], "give either labelled texts"),

@@ -1,5 +1,6 @@
 """Probing: what is pooled is the mean of pre-activations by hand, and the probes are scikit-learn's run by hand."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +9,14 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
+from transformers import ByT5Tokenizer
 
 from mxd.checkpoint import Provenance, Trained
 from mxd.errors import MxdError
-from mxd.evaluation.labelled import LabelledTexts
+from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.probing import (
-    Probes,
     Units,
     _pool,
-    _Read,
     _read,
     _shares,
     evaluate_probing,
@@ -28,6 +28,7 @@ from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
+from mxd.questions import ProbingConfig, checked
 
 SHARED = " of the world in a year and more than half by law"
 WORDS = {"people": "the president and the citizens of this nation", "goods": "wheat, coffee, sugar, cotton and rice"}
@@ -45,13 +46,20 @@ def trained_layer(model, number=1, kind=TranscoderConfig, masked=(0,), units=40,
     return Trained(layer.eval().requires_grad_(False), provenance, Path())
 
 
-def texts(count=60, seed=0, level="sample", name="some", share=0.5):
-    """Sentences of two vocabularies, of many lengths, in no order."""
+def texts(count=60, seed=0, name="some", share=0.5, spans=False):
+    """Sentences of two vocabularies, of many lengths, in no order; some of their words marked as a span."""
     rng = np.random.default_rng(seed)
     labels = [list(WORDS)[int(draw > share)] for draw in rng.random(count)]
     pools = {label: (words + SHARED).split() for label, words in WORDS.items()}
     made = [" ".join(rng.choice(pools[label], rng.integers(9, 20))) for label in labels]
-    return LabelledTexts(name, made, labels, level)
+    return LabelledTexts(name, made, labels, [marked(text, rng) for text in made] if spans else None)
+
+
+def marked(text, rng):
+    """The characters of one to three words of a text."""
+    words = [match.span() for match in re.finditer(r"\S+", text)]
+    first = int(rng.integers(len(words) - 2))
+    return words[first][0], words[first + int(rng.integers(3))][1]
 
 
 def by_hand(model, given, pre, context=248, side="first", masked=(0,), level="sample"):
@@ -62,13 +70,24 @@ def by_hand(model, given, pre, context=248, side="first", masked=(0,), level="sa
         ids = [0, *(ids[: context - 1] if side == "first" else ids[-(context - 1) :])]
         values = pre(torch.tensor([ids]))[0].double().numpy()
         kept = [i for i in range(1, len(ids)) if ids[i] not in masked]
-        rows.append(values[kept].mean(0) if level == "sample" else values[kept[-1]])
-    return np.stack(rows)
+        if level == "span":
+            kept = [i for i in kept if i in spelt(model.tokenizer, text, *given.spans[len(rows)], ids, side)]
+        rows.append(values[kept[-1]] if level == "token" else values[kept].mean(0) if kept else None)
+    return rows
+
+
+def spelt(tokenizer, text, start, end, ids, side):
+    """Which tokens of the cut text write at least one letter of the span: by decoding, without offsets."""
+    whole = tokenizer(text)["input_ids"]
+    bounds = np.cumsum([0, *(len(tokenizer.decode([i])) for i in whole)])
+    assert bounds[-1] == len(text)
+    shift = 1 if side == "first" else 1 + len(ids) - 1 - len(whole)
+    return [i + shift for i in range(len(whole)) if bounds[i] < end and bounds[i + 1] > start and i + shift >= 1]
 
 
 def protocol(features, labels, label, seed=42, candidates=100):
     """The paper's protocol by hand: best held-out F1, its unit, and the held-out F1 of the unit best in training."""
-    order = np.arange(len(labels))
+    features, order = np.stack(features), np.arange(len(labels))
     np.random.seed(seed)
     np.random.shuffle(order)
     x, y = features[order], np.array(labels)[order] == label
@@ -91,7 +110,7 @@ def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained
         "sae": trained_layer(model, kind=TopKSAEConfig),
         "up": trained_layer(model, 3),
     }
-    found = evaluate_probing(model, members, [given], Probes(candidates=6), forward_tokens=64)
+    found = evaluate_probing(model, members, [given], ProbingConfig(candidates=6), forward_tokens=64)
     down = model.mlp(1).c_proj
     neurons = []
     handle = down.register_forward_pre_hook(lambda module, args: neurons.append(args[0]))
@@ -123,17 +142,19 @@ def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained
 def test_pooling_and_cutting_are_right_for_every_family_side_and_level(family):
     masked = (0, *family.tokenizer(" the")["input_ids"])
     layer = trained_layer(family, masked=masked).layer
-    given = texts(40)
+    given = texts(40, spans=True)
     lengths = [len(family.tokenizer(text)["input_ids"]) for text in given.texts]
     assert min(lengths) < 23 < max(lengths)  # some are padded, some cut
     order = np.random.RandomState(0).permutation(40)
-    for level, side in (("sample", "first"), ("sample", "last"), ("token", "last")):
-        probes = Probes(level=level, side=side, context=24, seed=0)
-        read = _read(given, family.tokenizer, probes, set(masked))
-        assert read.skipped == 0 and read.labels.tolist() == [given.labels[i] for i in order]
-        site = (1, "mlp_in", masked)
-        pooled = _pool(family, read, {site}, {}, 100, lambda amount: None)[site]
-        units = Units(pooled, *layer.gate_parameters())
+    for level, side in (
+        ("sample", "first"),
+        ("sample", "last"),
+        ("span", "first"),
+        ("span", "last"),
+        ("token", "last"),
+    ):
+        probes = ProbingConfig(level=level, side=side, context=24, seed=0)
+        read = _read(given, family.tokenizer, probes, True, set(masked))
         expected = by_hand(
             family,
             given,
@@ -142,19 +163,56 @@ def test_pooling_and_cutting_are_right_for_every_family_side_and_level(family):
             side=side,
             masked=masked,
             level=level,
-        )[order]
+        )
+        kept = [i for i in order if expected[i] is not None]
+        assert read.skipped == 40 - len(kept)
+        assert read.labels.tolist() == [given.labels[i] for i in kept]
+        site = (1, "mlp_in", masked)
+        pooled = _pool(family, read, {site}, {}, 100, lambda amount: None)[site]
+        units = Units(pooled, *layer.gate_parameters())
+        expected = np.stack([expected[i] for i in kept])
         np.testing.assert_allclose(units.columns(torch.arange(40)), expected, atol=2e-4)
-        rows = np.arange(40) % 3 == 0
+        rows = np.arange(len(kept)) % 3 == 0
         gap = expected[rows].mean(0) - expected[~rows].mean(0)
         np.testing.assert_allclose(units.differences(rows, ~rows), gap, atol=2e-4)
 
 
+def test_a_word_of_three_tokens_is_the_mean_of_the_three(gpt2):
+    """Not its last token, as at the token level; a letter of it is enough for a whole token."""
+    text = "We met Wendell today"
+    tokens = [gpt2.tokenizer.decode([i]) for i in gpt2.tokenizer(text)["input_ids"]]
+    first = tokens.index(" today") - 3
+    assert "".join(tokens[first : first + 3]) == " Wendell", tokens
+    (x, _) = gpt2.record(torch.tensor([[0, *gpt2.tokenizer(text)["input_ids"]]]), [1])[1]
+    site = (1, "mlp_in", (0,))
+    for span, counted in (((7, 14), [0, 1, 2]), ((13, 14), [2]), ((6, 7), [0])):
+        given = LabelledTexts("one", [text] * 10, ["a", "b"] * 5, [span] * 10)
+        assert given.level == "span"
+        pooled = _pool(gpt2, _read(given, gpt2.tokenizer, ProbingConfig(), True, {0}), {site}, {}, 100, lambda n: None)
+        expected = x[0, [1 + first + n for n in counted]].mean(0)
+        torch.testing.assert_close(pooled[site], expected.expand(10, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_whose_span_is_cut_off_or_masked_is_left_out(gpt2):
+    text = "Wendell met us there on the way to the house by the river"
+    ids = gpt2.tokenizer(text)["input_ids"]
+    given = LabelledTexts("one", [text, text] * 5, ["a", "b"] * 5, [(0, 7), (len(text) - 5, len(text))] * 5)
+    for side, count, places in (("first", 4, range(1, 4)), ("last", 0, range(6, 8))):
+        with pytest.raises(MxdError, match=f"of the 4 training texts {count} are of class 'a'"):
+            _read(given, gpt2.tokenizer, ProbingConfig(side=side, context=8), True, {0})
+        both = LabelledTexts("both", given.texts, ["a", "b"] * 5, [given.spans[side == "last"]] * 10)
+        read = _read(both, gpt2.tokenizer, ProbingConfig(side=side, context=8), True, {0})
+        assert read.places == [places] * 10 and read.ids[0] == [0, *(ids[:7] if side == "first" else ids[-7:])]
+    with pytest.raises(MxdError, match="of the 0 training texts 0 are"):
+        _read(both, gpt2.tokenizer, ProbingConfig(context=8), True, {0, *ids[-2:]})
+
+
 def test_of_each_text_the_positions_counted_weigh_the_same():
-    given = _Read([[0, 5, 6, 5], [0, 6, 9]], 1, np.array(["a", "b"]), "sample", "first", 0)
     ids = torch.tensor([[0, 5, 6, 5], [0, 6, 9, 0]])
-    assert _shares(ids, [4, 3], given, [5]).tolist() == [[0, 0, 1, 0], [0, 0.5, 0.5, 0]]
-    last = replace(given, level="token")
-    assert _shares(ids, [4, 3], last, [5]).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    whole, spans = [range(1, 4), range(1, 3)], [range(2, 4), range(1, 2)]
+    assert _shares(ids, whole, "sample", [5]).tolist() == [[0, 0, 1, 0], [0, 0.5, 0.5, 0]]
+    assert _shares(ids, spans, "span", [7]).tolist() == [[0, 0, 0.5, 0.5], [0, 1, 0, 0]]
+    assert _shares(ids, whole, "token", [5]).tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
 
 
 def test_the_base_model_runs_once_a_set_whatever_the_number_of_layers(gpt2):
@@ -162,7 +220,7 @@ def test_the_base_model_runs_once_a_set_whatever_the_number_of_layers(gpt2):
     handle = gpt2.blocks[0].register_forward_hook(lambda *args: forwards.append(1))
     given = [texts(30, name="one"), texts(30, seed=1, name="two")]
     members = {f"l{i}": trained_layer(gpt2, i % 3, seed=i) for i in range(6)}
-    evaluate_probing(gpt2, members, given, Probes(candidates=2), forward_tokens=10_000)
+    evaluate_probing(gpt2, members, given, ProbingConfig(candidates=2), forward_tokens=10_000)
     handle.remove()
     assert len(forwards) == 2
 
@@ -235,36 +293,52 @@ def test_texts_are_drawn_limited_and_left_out_by_the_rules(gpt2):
     given = texts(60)
     short = LabelledTexts("some", [*given.texts, "wheat", ""], [*given.labels, "goods", "goods"])
     layer = {"tc": trained_layer(gpt2)}
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2))["tc"]["some"]
     assert [found[key] for key in ("texts", "skipped", "n_train", "n_test")] == [60, 2, 48, 12]
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2, limit=20))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2, limit=20))["tc"]["some"]
     assert found["texts"] + found["skipped"] == 20
-    found = evaluate_probing(gpt2, layer, [short], Probes(candidates=2, level="token"))["tc"]["some"]
+    found = evaluate_probing(gpt2, layer, [short], ProbingConfig(candidates=2, level="token"))["tc"]["some"]
     assert (found["texts"], found["skipped"], found["level"], found["side"]) == (61, 1, "token", "last")
 
 
-def test_a_set_says_at_which_level_it_is_probed(gpt2):
-    found = evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, [texts(level="token")], Probes(candidates=2))
+def test_a_set_with_spans_is_probed_there(gpt2):
+    given = [texts(spans=True), replace(labelled_texts("gender"), name="gender")]
+    found = evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, given, ProbingConfig(candidates=2, limit=60))["tc"]
+    for name in ("some", "gender"):
+        assert (found[name]["level"], found[name]["side"], found[name]["skipped"]) == ("span", "last", 0)
+    found = evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, given, ProbingConfig(candidates=2, level="sample"))
+    assert found["tc"]["some"]["level"] == "sample"
+
+
+def test_spans_need_a_tokenizer_that_says_where_its_tokens_stand(gpt2):
+    model, given = load_frozen(gpt2.module, tokenizer=ByT5Tokenizer()), texts(spans=True)
+    layer = {"tc": trained_layer(model)}
+    with pytest.raises(MxdError, match=r"spans needs a fast tokenizer.*; \w+ does not. Choose --level token"):
+        evaluate_probing(model, layer, [given])
+    found = evaluate_probing(model, layer, [given], ProbingConfig(candidates=2, level="token", context=40))
     assert found["tc"]["some"]["level"] == "token"
+    with pytest.raises(MxdError, match="some has no spans: give it columns start and end, or choose --level sample or"):
+        evaluate_probing(gpt2, {"tc": trained_layer(gpt2)}, [texts()], ProbingConfig(level="span"))
 
 
 def test_an_mlp_of_unknown_form_has_no_neurons_to_compare_with(build_model, tokenizer):
     model = load_frozen(build_model("phi", intermediate_size=64), tokenizer=tokenizer)
-    found = evaluate_probing(model, {"tc": trained_layer(model)}, [texts(30)], Probes(candidates=2))
+    found = evaluate_probing(model, {"tc": trained_layer(model)}, [texts(30)], ProbingConfig(candidates=2))
     assert set(found) == {"tc"}
 
 
 def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layer = {"tc": trained_layer(gpt2)}
     for options, message in (
-        ({"limit": 0}, "limit is 0; expected at least 1"),
+        ({"limit": 0}, "limit is 0; input should be greater than 0"),
         ({"candidates": 0}, "candidates is 0"),
-        ({"context": 5}, "context is 5; expected at least 6"),
-        ({"level": "text"}, "unknown level 'text'; choose one of: sample, token"),
-        ({"side": "middle"}, "unknown side 'middle'; choose one of: first, last"),
+        ({"context": 5}, "context is 5; input should be greater than or equal to 6"),
+        ({"sets": ()}, "sets is "),
+        ({"level": "text"}, "level is 'text'; input should be 'sample', 'span' or 'token'"),
+        ({"side": "middle"}, "side is 'middle'; input should be 'first' or 'last'"),
     ):
         with pytest.raises(MxdError, match=message):
-            Probes(**options)
+            checked(ProbingConfig, **options)
     for members, sets, options, message in (
         ({}, [texts()], {}, "at least one checkpoint and one labelled set"),
         (layer, [], {}, "at least one checkpoint and one labelled set"),
@@ -273,7 +347,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         (layer, [texts()], {"level": "token", "side": "first"}, "drop --first"),
     ):
         with pytest.raises(MxdError, match=message):
-            evaluate_probing(gpt2, members, sets, Probes(**options))
+            evaluate_probing(gpt2, members, sets, ProbingConfig(**options))
     with pytest.raises(MxdError, match="no tokenizer"):
         evaluate_probing(load_frozen(build_model("gpt2")), layer, [texts()])
     with pytest.raises(MxdError, match="has other weights there"):

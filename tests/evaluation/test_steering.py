@@ -17,7 +17,6 @@ from mxd.evaluation.steering import (
     Endpoint,
     LocalJudge,
     NoAnswer,
-    Steering,
     choose,
     evaluate_steering,
     judge_prompt,
@@ -30,6 +29,7 @@ from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
+from mxd.questions import SteeringConfig, checked
 
 LAYER = 1
 KEY = "sk-a-secret"
@@ -92,45 +92,47 @@ def oracle(model, trained, unit, how):
 @pytest.mark.parametrize("kind", [TranscoderConfig, MxDConfig, TopKSAEConfig])
 def test_samples_are_those_of_a_plain_hook_one_at_a_time(trained_gpt2, kind, on):
     trained = trained_layer(trained_gpt2, kind)
-    how = Steering(scale=7.0, samples=2, tokens=5, top_p=0.9, on=on, seed=3, frequency_penalty=0.5)
+    how = SteeringConfig(scale=7.0, samples=2, tokens=5, top_p=0.9, on=on, seed=3, frequency_penalty=0.5)
     found = evaluate_steering(trained_gpt2, {"a": trained}, [5, 0, 23], how)["a"]
     for unit in (5, 0, 23):
         assert found["units"][str(unit)] == {"scale": 7.0, "samples": oracle(trained_gpt2, trained, unit, how)}
-    assert found["unsteered"] == oracle(trained_gpt2, trained, 5, Steering(**{**vars(how), "scale": 0.0}))
+    assert found["unsteered"] == oracle(trained_gpt2, trained, 5, how.model_copy(update={"scale": 0.0}))
 
 
 def test_random_models_of_every_family_too(family):
     trained = trained_layer(family, MxDConfig)
-    how = Steering(samples=2, tokens=4, top_p=1.0, scale=2.0)
+    how = SteeringConfig(samples=2, tokens=4, top_p=1.0, scale=2.0)
     found = evaluate_steering(family, {"a": trained}, [1, 2], how, batch=1)["a"]["units"]
     assert [found[unit]["samples"] for unit in ("1", "2")] == [oracle(family, trained, unit, how) for unit in (1, 2)]
 
 
 def test_a_units_samples_depend_on_the_seed_but_not_on_its_company(trained_gpt2):
     layers = {"a": trained_layer(trained_gpt2)}
-    how = Steering(samples=3, tokens=6, top_p=1.0, scale=1.0)
+    how = SteeringConfig(samples=3, tokens=6, top_p=1.0, scale=1.0)
     alone = evaluate_steering(trained_gpt2, layers, [4], how)["a"]["units"]["4"]["samples"]
     company = evaluate_steering(trained_gpt2, layers, [1, 4, 2], how)["a"]["units"]
     assert company["4"]["samples"] == alone != company["1"]["samples"]
-    other = Steering(samples=3, tokens=6, top_p=1.0, scale=1.0, seed=1)
+    other = SteeringConfig(samples=3, tokens=6, top_p=1.0, scale=1.0, seed=1)
     assert evaluate_steering(trained_gpt2, layers, [4], other)["a"]["units"]["4"]["samples"] != alone
     assert len(set(alone)) == 3
 
 
 def test_the_model_and_the_layer_are_as_before_and_the_layer_runs_in_evaluation_mode(gpt2):
     trained = trained_layer(gpt2, sparsity=RandomKConfig(k=4))
-    evaluated = evaluate_steering(gpt2, {"a": trained}, [0], Steering(samples=1, tokens=8))
+    evaluated = evaluate_steering(gpt2, {"a": trained}, [0], SteeringConfig(samples=1, tokens=8))
     assert not any(module.training for module in (trained.layer, *gpt2.module.modules()))
     trained.layer.train()
     mlp, mode = gpt2.mlp(LAYER), gpt2.mlp(LAYER).training
-    assert evaluate_steering(gpt2, {"a": trained}, [0], Steering(samples=1, tokens=8)) == evaluated
+    assert evaluate_steering(gpt2, {"a": trained}, [0], SteeringConfig(samples=1, tokens=8)) == evaluated
     assert trained.layer.training and gpt2.mlp(LAYER) is mlp and mlp.training == mode is False
 
 
 def test_units_are_by_default_the_first_hundred_there_are(gpt2):
-    found = evaluate_steering(gpt2, {"a": trained_layer(gpt2)}, None, Steering(samples=1, tokens=1))["a"]
+    found = evaluate_steering(gpt2, {"a": trained_layer(gpt2)}, None, SteeringConfig(samples=1, tokens=1))["a"]
     assert list(found["units"]) == [str(i) for i in range(24)]
     assert found["judge"] is None and "coherence" not in found["units"]["0"]
+    few = evaluate_steering(gpt2, {"a": trained_layer(gpt2)}, None, SteeringConfig(samples=1, tokens=1, first=3))["a"]
+    assert list(few["units"]) == ["0", "1", "2"]
 
 
 def test_tokens_are_drawn_from_the_nucleus_in_proportion():
@@ -140,9 +142,9 @@ def test_tokens_are_drawn_from_the_nucleus_in_proportion():
     for temperature, top_p in ((1.0, 0.1), (1.0, 0.7), (2.5, 1.0)):
         got = choose(logits.expand(2000, -1), torch.tensor(draws), temperature, top_p).tolist()
         assert got == [nucleus(logits[0].numpy(), draw, temperature, top_p) for draw in draws]
-    shares = np.bincount(choose(logits.expand(2000, -1), torch.tensor(draws)).numpy(), minlength=12) / 2000
+    shares = np.bincount(choose(logits.expand(2000, -1), torch.tensor(draws), 1.0, 1.0).numpy(), minlength=12) / 2000
     np.testing.assert_allclose(shares, logits[0].softmax(-1).numpy(), atol=1e-3)
-    assert choose(logits, torch.tensor([0.99]), temperature=0.0).item() == logits.argmax().item()
+    assert choose(logits, torch.tensor([0.99]), 0.0, 1.0).item() == logits.argmax().item()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_means_are_over_answers_failures_are_counted_and_disagreement_is_said():
 
 def test_totals_leave_out_what_was_not_answered_and_a_silent_judge_is_not_asked_on(gpt2):
     layers = {"a": trained_layer(gpt2)}
-    how = Steering(samples=2, tokens=2)
+    how = SteeringConfig(samples=2, tokens=2)
     judge = Scripted("0.20, 0.40", "no", "0.40, 0.80", *[NoAnswer("timed out")] * 3)
     found = evaluate_steering(gpt2, layers, list(range(8)), how, judge)["a"]
     assert (found["coherence"], found["fluency"]) == (pytest.approx(0.3), pytest.approx(0.6))
@@ -326,7 +328,9 @@ def test_addresses_are_checked_and_a_key_does_not_leave_this_machine_unencrypted
 
 def test_a_local_model_that_babbles_fails_every_time(gpt2, build_model, tokenizer):
     judge = LocalJudge(load_frozen(build_model("llama", max_position_embeddings=2048), tokenizer=tokenizer))
-    found = evaluate_steering(gpt2, {"a": trained_layer(gpt2)}, [0, 1], Steering(samples=2, tokens=2), judge, 2)["a"]
+    found = evaluate_steering(
+        gpt2, {"a": trained_layer(gpt2)}, [0, 1], SteeringConfig(samples=2, tokens=2, repeats=2), judge
+    )["a"]
     assert found["reasons"] == {"not two numbers": 4} and found["coherence"] is None and found["asked"] == 4
     short = judged(LocalJudge(gpt2), ["a"]).report()
     assert short["reasons"] == {"prompt too long": 1}
@@ -351,26 +355,27 @@ def test_a_local_judge_is_asked_by_its_chat_template_and_stops_at_eos(gpt2, monk
 def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layers = {"a": trained_layer(gpt2)}
     for options, message in (
-        ({"samples": 0}, "samples is 0; expected at least 1"),
+        ({"samples": 0}, "samples is 0; input should be greater than 0"),
         ({"tokens": 0}, "tokens is 0"),
-        ({"top_p": 0.0}, "top_p is 0.0; expected more than 0 and at most 1"),
-        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"first": 0}, "first is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0; input should be greater than 0"),
+        ({"top_p": 1.1}, "top_p is 1.1; input should be less than or equal to 1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"on": "both"}, "unknown place to steer 'both'; choose one of: replacement, base"),
+        ({"on": "both"}, "on is 'both'; input should be 'replacement' or 'base'"),
+        ({"prompts": 1}, "prompts is 1; extra inputs are not permitted"),
     ):
         with pytest.raises(MxdError, match=message):
-            Steering(**options)
+            checked(SteeringConfig, **options)
     for units, options, message in (
         ([24], {}, r"a has units 0 \.\.\. 23; got 24"),
         ([-1], {}, "got -1"),
         ([], {}, "no units to steer with"),
         (None, {"tokens": 80}, r"and 80 new ones do not fit into the 64 positions.*lower --tokens"),
-        (None, {"prompt": "", "bos": False}, "the prompt has no tokens"),
+        (None, {"prompt": ""}, "the prompt has no tokens"),
     ):
         with pytest.raises(MxdError, match=message):
-            evaluate_steering(gpt2, layers, units, Steering(**options))
-    with pytest.raises(MxdError, match="repeats is 0"):
-        evaluate_steering(gpt2, layers, [0], judge=Scripted(), repeats=0)
+            evaluate_steering(gpt2, layers, units, SteeringConfig(**options), bos=bool(options.get("prompt", "x")))
     with pytest.raises(MxdError, match="no tokenizer"):
         evaluate_steering(load_frozen(build_model("gpt2")), layers, [0])
     with pytest.raises(MxdError, match="has other weights there"):

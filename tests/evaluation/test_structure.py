@@ -10,8 +10,9 @@ from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 from mxd.checkpoint import save_layer
 from mxd.errors import MxdError
 from mxd.evaluation import structure
-from mxd.evaluation.structure import PROMPTS, evaluate_structure, leading_units, streamed, weight_ranks
+from mxd.evaluation.structure import evaluate_structure, leading_units, streamed, weight_ranks
 from mxd.layers import LAYERS
+from mxd.questions import DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_a_shared_expert_leads_everywhere(gpt2, rows):
     (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
     assert got["leader"] == {"unit": 6, "share": 1.0}
     first, second = ([row["units"][place] for row in got["leading"]] for place in (0, 1))
-    assert {one["unit"] for one in first} == {6} and len(first) == len(PROMPTS)
+    assert {one["unit"] for one in first} == {6} and len(first) == len(DEFAULTS.structure.prompts)
     assert {one["rate"] for one in first} == {1.0} and all(one["rate"] < 1 for one in second)
 
 

@@ -267,7 +267,7 @@ def test_unit_norms_are_the_norms_of_the_unit_weights(layer):
 def test_unit_norms_of_a_fresh_layer_can_be_differentiated(config):
     """Decoders start at zero, where a norm has no gradient: it must not be NaN."""
     layer = config.build()
-    layer.unit_norms().sum().backward()
+    (layer.unit_norms() + layer.factor_norms()).sum().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
 
 

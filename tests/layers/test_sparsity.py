@@ -6,6 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mxd.config import parse_config
 from mxd.errors import MxdError
+from mxd.layers import parse_layer
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 
@@ -84,29 +85,53 @@ def test_reading_k_in_evaluation_leaves_the_training_draws_alone(gate):
 def test_l1_by_hand():
     """Two tokens, ``(1 * 2 + 0) + (3 * 2 + 2 * 5) = 18`` over them, halved by the mean and weighted by 0.1."""
     sparsity = ReLUL1Config(l1=0.1).build(40)
-    penalty = sparsity.penalty(torch.tensor([[1.0, 0.0], [3.0, 2.0]]), lambda: torch.tensor([2.0, 5.0]))
-    assert penalty.item() == pytest.approx(0.9)
+    values, norms = (
+        torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
+        (lambda: torch.tensor([2.0, 5.0]), lambda: torch.ones(2) / 2),
+    )
+    assert sparsity.penalty(values, *norms).item() == pytest.approx(0.9)
+    assert ReLUL1Config(l1=0.1, weighting="factor").build(40).penalty(values, *norms).item() == pytest.approx(0.15)
+    assert ReLUL1Config(l1=0.1, weighting="none").build(40).penalty(values, *norms).item() == pytest.approx(0.3)
 
 
-def test_l1_averages_over_any_number_of_tokens(gate):
-    sparsity, values, norms = ReLUL1Config(l1=0.1).build(40), torch.rand(4, 3, 40), torch.rand(40)
-    flat = sparsity.penalty(values.reshape(12, 40), lambda: norms)
-    torch.testing.assert_close(sparsity.penalty(values, lambda: norms), flat)
-    torch.testing.assert_close(sparsity.penalty(values.repeat(2, 1, 1), lambda: norms), flat)
+@pytest.mark.parametrize("weighting", ["none", "factor", "norm"])
+def test_l1_averages_over_any_number_of_tokens(gate, weighting):
+    sparsity, values = ReLUL1Config(l1=0.1, weighting=weighting).build(40), torch.rand(4, 3, 40)
+    norms = [(lambda norm: lambda: norm)(torch.rand(40)) for _ in range(2)]
+    flat = sparsity.penalty(values.reshape(12, 40), *norms)
+    torch.testing.assert_close(sparsity.penalty(values, *norms), flat)
+    torch.testing.assert_close(sparsity.penalty(values.repeat(2, 1, 1), *norms), flat)
 
 
-def test_l1_cannot_be_escaped_by_scaling():
-    """Small coefficients with large decoders are the same function: weighted by the norms, they cost the same."""
-    config = TranscoderConfig(d_in=6, d_out=5, num_units=40, sparsity=ReLUL1Config(l1=0.1))
-    layer, x = config.build(), torch.randn(4, 6)
-    layer.decoder.data.normal_()
+@pytest.mark.parametrize("method", ["transcoder", "mxd", "cp_mumoe", "topk_sae"])
+@pytest.mark.parametrize(("weighting", "left"), [("none", 0.5), ("factor", 1.0), ("norm", 1.0)])
+def test_l1_cannot_be_escaped_by_scaling_but_without_weights(method, weighting, left, mlp, randomise):
+    """Half the gate and twice the row of C (or D, C') are the same function: weighted by norms, it costs the same."""
+    fields = {"method": method, "num_units": 40, "sparsity": {"kind": "relu_l1", "l1": 0.1, "weighting": weighting}}
+    layer = randomise(parse_layer(fields).inherit(mlp).build())
+    x = torch.randn(4, layer.config.d_in, dtype=torch.float64)
     y, penalty = layer(x), layer.penalty(layer.encode(x))
-    layer.encoder.data /= 8
-    layer.encoder_bias.data /= 8
-    layer.decoder.data *= 8
+    for parameter in layer.gate_parameters():
+        parameter.data /= 2
+    own = {"mxd": "expert_scale", "cp_mumoe": "expert_factor"}.get(method, "decoder")
+    getattr(layer, own).data *= 2
     torch.testing.assert_close(layer(x), y)
-    torch.testing.assert_close(layer.penalty(layer.encode(x)), penalty)
+    torch.testing.assert_close(layer.penalty(layer.encode(x)), left * penalty)
     assert penalty > 0
+
+
+def test_the_factor_is_what_a_unit_has_of_its_own(mlp, randomise):
+    """An MxD's shared D scales the norm of a unit's weight, and is no part of its factor."""
+    found = {}
+    for weighting in ("factor", "norm"):
+        fields = {"method": "mxd", "num_units": 40, "sparsity": {"kind": "relu_l1", "weighting": weighting}}
+        torch.manual_seed(1)
+        layer = randomise(parse_layer(fields).inherit(mlp).build())
+        x = torch.randn(4, layer.config.d_in, dtype=torch.float64)
+        before = layer.penalty(layer.encode(x))
+        layer.decoder.data *= 3
+        found[weighting] = (layer.penalty(layer.encode(x)) / before).item()
+    assert found == pytest.approx({"factor": 1, "norm": 3})
 
 
 def test_l1_training_switches_units_off():
@@ -170,6 +195,7 @@ def test_jumprelu_cannot_be_trained():
         (TopKConfig(k=8), 8, "k8"),
         (RandomKConfig(k=8, spread=4), 10, "randomk8"),
         (ReLUL1Config(l1=0.005), None, "l1-0.005"),
+        (ReLUL1Config(l1=0.005, weighting="none"), None, "l1-0.005-none"),
         (JumpReLUConfig(), None, "jumprelu"),
     ],
 )
@@ -184,6 +210,7 @@ def test_configs(config, max_k, slug):
         {"kind": "topk", "k": 0},
         {"kind": "random_k", "k": 4, "spread": 0},
         {"kind": "relu_l1", "l1": -1.0},
+        {"kind": "relu_l1", "weighting": "rows"},
         {"kind": "relu_l1", "k": 4},
         {"kind": "jumprelu", "threshold": 1.0},
         {"kind": "topp"},

@@ -187,5 +187,7 @@ def purged(rng: Any, name: str, n: int) -> dict[str, Any]:
     changes, control = [[0.125, 0.5], [0.25, 0.75]], [[0.0625, 0.0625]] * 2
     errors = [[0.01, 0.02], [0.03, float("inf")]]
     leading = [{"layer": 1, "unit": unit, "correlation": 0.5 - 0.125 * unit} for unit in range(3 - n % 2)]
+    leading = [{**one, "correlation_texts": 0.75, "beyond_chance": one["unit"] < 2} for one in leading]
     found = {"mean_score": 0.25, "thresholds": [0.2, 0.1], "units": [3, 9], "share": [0.025, 0.075], "leading": leading}
+    found |= {"removed": [4, 12]}
     return found | {"changes": changes, "changes_se": errors, "control": control, "control_se": errors}

@@ -115,7 +115,7 @@ def _frontier(found: Found) -> list[Block]:
         where = f" of block {layer}" if len(blocks) > 1 else ""
         title = (
             f"The frontier{where}: error against K, the units active for a token. Lower is more faithful, further left "
-            "is sparser. Bars are standard errors. As figures 10 and 3 of the MxD paper; KL beside them."
+            "is sparser. Bars are standard errors. After figures 10 and 3 of the MxD paper; KL beside them."
         )
         figure = _panels(here, lambda r, _: float(r.k or 0), Axis("K", "log", ks), title)
         figures += [figure] if figure else []
@@ -123,20 +123,20 @@ def _frontier(found: Found) -> list[Block]:
 
 
 def _by_activity(found: Found) -> list[Block]:
-    """Figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
+    """After figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
     single = _single(found)
     if all(r.k for r, _ in single):
         return []
     title = (
         "Sparsity by a penalty and by top-k: error against the number of units active for a token, as measured. Lower "
-        "and further left is better. As figure 18 of the MxD paper."
+        "and further left is better. After figure 18 of the MxD paper, whose penalty weighs all coefficients alike."
     )
     figure = _panels(single, lambda _, n: _number(_value(n, "l0")), Axis("L0, units active for a token"), title)
     return [figure] if figure else []
 
 
 def _by_rank(found: Found, structure: Found) -> list[Block]:
-    """Figure 12 of the paper: what the experts' rank costs, at one K."""
+    """After figure 12 of the paper: what the experts' rank costs, at one K."""
     ranks = {r.name: _number(node.get("normalized_rank")) for r, node in structure}
     known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
     seen: dict[tuple[str, int | None, int | None], set[float]] = {}
@@ -147,15 +147,15 @@ def _by_rank(found: Found, structure: Found) -> list[Block]:
         return []
     known = [(r, n) for r, n in known if (r.layer, r.k) in varied]
     title = (
-        "What rank costs: error against the experts' mean normalized rank (structure.json). Lower is more faithful. As "
-        "figure 12 of the MxD paper."
+        "What rank costs: error against the experts' mean normalized rank (structure.json). Lower is more faithful. "
+        "After figure 12 of the MxD paper."
     )
     figure = _panels(known, lambda r, _: ranks[r.name], Axis("normalized rank"), title)
     return [figure] if figure else []
 
 
 def _variants(found: Found) -> list[Block]:
-    """Figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
+    """After figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
     places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
     panels = []
     for layer, method, k in sorted(places, key=str):
@@ -168,7 +168,7 @@ def _variants(found: Found) -> list[Block]:
             node = result["layers"][str(layer)]["normalized_mse"]
             rows.append((replacement.variant, [(key, Point(node.number(), 0.0, source=node.source))]))
         panels.append(dots(f"{method}, block {layer}, {here[0][0].budget}", Axis("normalized MSE", low=0.0), rows))
-    title = "Variants of one method side by side; further left is more faithful. As figure 19 of the MxD paper."
+    title = "Variants of one method side by side; further left is more faithful. After figure 19 of the MxD paper."
     return [Figure(title, panels)] if panels else []
 
 

@@ -40,7 +40,7 @@ def _curves(found: Found) -> Figure:
         panels.append(lines(title, *axes, drawn))
     caption = (
         "Share of prompts whose continuations agree in the first n tokens; higher is better. Bands are 95% Wilson "
-        "intervals. As figures 6 and 7 of the MxD paper."
+        "intervals. After figures 6 and 7 of the MxD paper."
     )
     return Figure(caption, panels, list(keys.values()))
 
@@ -76,7 +76,7 @@ def _diffs(found: Found) -> list[Block]:
         diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
     caption = (
         f"The first prompts ({len(diffs)}). On top what the base model writes; then, for each splice, what is the "
-        "same, what it leaves out and what it writes instead. As figures 8 and 9 of the MxD paper."
+        "same, what it leaves out and what it writes instead. After figures 8 and 9 of the MxD paper."
     )
     return [Diffs(caption, diffs)] if diffs else []
 

@@ -63,15 +63,18 @@ def _purged(found: Found) -> Table:
         for i, threshold in enumerate(result["thresholds"]):
             cells = [number(threshold, "{:g}"), number(result["units"][i], "{:,.0f}")]
             cells.append(number(result["share"][i], "{:.1%}"))
+            removed = result.get("removed")
+            cells.append(number(removed[i] if removed else None, "{:,.0f}"))
             for key in ("changes", "control"):
                 pairs = zip(result[key][i], result[f"{key}_se"][i], strict=False)
                 cells += [with_error(number(change, "{:+.4f}"), error) for change, error in pairs]
             rows.append([Cell(replacement.label), *cells])
     columns = [
         Column("splice"),
-        Column("correlation", "units whose activity correlates with the score at least so much are masked"),
+        Column("correlation", "units whose coefficient correlates with the score at least so much are masked"),
         Column("units", "how many those are"),
         Column("share", "of all units"),
+        Column("by chance", "units that correlate as much but not beyond chance; they are not masked"),
         Column("low scores", "change of the loss on texts with scores up to the mean", "lower"),
         Column("high scores", "change of the loss on texts with scores above it", "higher"),
         Column("low, random", "the same with as many units drawn at random"),
@@ -86,10 +89,16 @@ def _followers(found: Found) -> Table:
     named = [[_follower(one) for one in result["leading"]] for _, result in found]
     empty = Cell(NOTHING)
     rows = [[Cell(str(place)), *cells] for place, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]
-    caption = "The units that follow the score most: number, block, and correlation over the texts that chose them."
+    caption = (
+        "The units that follow the score most: number, block, and correlation over the tokens and over the texts that "
+        "chose them; in brackets where it is not beyond chance."
+    )
     return Table(caption, [Column("place"), *(Column(replacement.label) for replacement, _ in found)], rows)
 
 
 def _follower(one: Node) -> Cell:
-    unit, block = one["unit"].number(), one["layer"].number()
-    return Cell(f"#{unit:.0f}, block {block:.0f}: {one['correlation'].number():+.2f}", one.source)
+    unit, block, texts = one["unit"].number(), one["layer"].number(), one.get("correlation_texts")
+    said = f"#{unit:.0f}, block {block:.0f}: {one['correlation'].number():+.2f}"
+    said += f", {texts.number():+.2f}" if texts else ""
+    chance = one.get("beyond_chance")
+    return Cell(f"({said})" if chance is not None and chance.value is False else said, one.source)

@@ -58,8 +58,8 @@ def _figure(name: str, found: Found) -> Figure:
         rows.append((label, [(k, Point(one["f1"].number(), 0.0, source=one["f1"].source)) for k, one in known if one]))
     level = found[0][1]["level"].text()
     caption = (
-        f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. As figures "
-        "4, 13 and 16 of the MxD paper."
+        f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. After "
+        "figures 4, 13 and 16 of the MxD paper."
     )
     return Figure(caption, [dots(name, Axis("F1", low=0.0, high=1.0), rows)], list(keys.values()))
 
@@ -100,7 +100,7 @@ def _densities(name: str, found: Found) -> list[Block]:
             shown.sort(key=lambda pair: -pair[1]["f1"].number())
             caption = (
                 f"{name}, {replacement.label}: densities of the best unit's pre-activation in texts of the class and "
-                "in all others. The further apart, the better the unit tells the class. As figures 14, 15 and 17."
+                "in all others. The further apart, the better the unit tells the class. After figures 14, 15 and 17."
             )
             keys = slots(["the class", "all others"])
             panels = [_density(label, one, list(keys.values())) for label, one in shown[:DENSITIES]]

@@ -62,4 +62,5 @@ def _table(found: Found) -> Table:
         Column("failures", "answers that could not be read; they count in no mean", "lower"),
         Column("disagreements", "units on which the judge's answers differ much", "lower"),
     ]
-    return Table("What the judge said. As figure 5 of the MxD paper.", columns, rows, legend=True)
+    caption = "What the judge said, asked with a paraphrase of the paper's prompt. After figure 5 of the MxD paper."
+    return Table(caption, columns, rows, legend=True)

@@ -48,7 +48,7 @@ def _leading(found: Found) -> Table:
     caption = (
         "The units that lead at the last token of each prompt, the strongest first: number, strength there, and share "
         "of the text's tokens at which it fires. One number all down a column, firing nearly everywhere, is a shared "
-        "unit, which a random K is meant to prevent. As figure 21 of the MxD paper."
+        "unit, which a random K is meant to prevent. After figure 21 of the MxD paper."
     )
     return Table(caption, [Column("prompt"), *(Column(r.label) for r, _ in found)], rows)
 

@@ -30,7 +30,7 @@ def section(run: Run) -> Section | None:
         panels.append(lines(", ".join(filter(None, place[2:])), *axes, drawn))
     title = (
         "Normalized MSE of the training batches; lower is better. Each point is the mean since the one before it in "
-        "metrics.jsonl. As figure 22 of the MxD paper, which sets fixed K beside random K."
+        "metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
     )
     blocks: list[Block] = [Figure(title, panels, list(keys.values()))]
     lead = f"{len(known)} replacements, trained side by side on one stream of activations: {end:,.0f} tokens."

@@ -46,7 +46,7 @@ def _histograms(found: Found) -> Figure:
         panels.append(lines(title, *axes, drawn))
     caption = (
         "How often units fire. One hump well left of 0 is a healthy balance; units near 0 fire on every token and are "
-        "shared. Units that never fired are not on it. As figure 20 of the MxD paper."
+        "shared. Units that never fired are not on it. After figure 20 of the MxD paper."
     )
     return Figure(caption, panels, list(keys.values()))
 

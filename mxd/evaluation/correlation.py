@@ -1,0 +1,151 @@
+"""Which units go with a score of the text, more than by chance? After Monet (ICLR 2025), section 5.3."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mxd.layers import Code
+
+PERMUTATIONS = 999
+"""Times the scores are dealt anew to the texts."""
+NUMBERS = 2**21
+"""Correlations under permutation that are held at a time."""
+
+Entries = tuple[Int[Tensor, "_"], Int[Tensor, "_"], Float[Tensor, "_"]]
+"""Unit, text and value, of what is not zero."""
+
+
+class Correlations(NamedTuple):
+    """How units go with a score: what ``Correlation`` finds."""
+
+    over_tokens: Float[Tensor, " units"]
+    """Pearson's correlation of the coefficient with the score over tokens; 0 for a unit that never changes."""
+    over_texts: Float[Tensor, " units"]
+    """The same over texts, of the mean coefficient with the mean score."""
+    beyond_chance: Bool[Tensor, " units"]
+    """Whether the correlation over tokens is more than chance makes of any unit's."""
+
+
+class Correlation:
+    """How each unit's coefficients go with a score, and whether they do so more than by chance.
+
+    Tokens of one text are not independent: a unit that is active in two texts has two chances to go with their scores,
+    not hundreds. So chance is what remains when the scores are dealt to the texts anew. That presumes nothing of how
+    coefficients (nearly all zero) and scores (often skewed) are distributed, as Fisher's z would, under which a unit
+    active in one text alone, the one with the highest score, passes any bar. Each correlation is taken in units of its
+    own spread over the permutations, since that differs much from unit to unit, and must exceed the largest that any
+    unit reaches in any of 999 of them: if the scores say nothing, the probability that any unit does is 1 in 1,000.
+    Where tokens have scores of their own, the texts' means are dealt anew, and what goes with the differences from them
+    is given a random sign, text by text.
+
+    Memory grows with the texts and the units active in each, not with tokens or permutations: of each text the sums of
+    the coefficients are kept, all that is needed to permute its score.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.squares = torch.zeros(units, dtype=torch.float64)
+        """Sums of the squared coefficients over all tokens."""
+        self.within = 0.0
+        """Sum of the squared differences of tokens' scores from their text's mean."""
+        self.tokens = torch.zeros(0, dtype=torch.float64)
+        """Of each text."""
+        self.means = torch.zeros(0, dtype=torch.float64)
+        """Of each text's scores."""
+        self.sums: list[Entries] = []
+        """Of each unit's coefficients over each text's tokens."""
+        self.products: list[Entries] = []
+        """The same of coefficients times differences from the mean score."""
+
+    def see(self, code: Code, row: Int[Tensor, " tokens"], scores: Float[Tensor, " tokens"], texts: int) -> None:
+        """Count a batch of texts.
+
+        Args:
+            code: of the tokens that count.
+            row: which text of the batch each of them is in.
+            scores: of each of them.
+            texts: texts in the batch.
+        """
+        units, tokens = len(self.squares), torch.bincount(row, minlength=texts).double()
+        means = torch.bincount(row, scores, texts) / tokens.clamp_min(1)
+        apart = scores - means[row]
+        apart[apart.abs() <= 1e-12 * means.abs().max()] = 0  # what rounding leaves of equal scores
+        self.squares.index_add_(0, code.indices.cpu().flatten(), code.values.cpu().double().square().flatten())
+        self.within += float(apart.square().sum())
+        first, counted = len(self.tokens), tokens > 0
+        self.tokens = torch.cat([self.tokens, tokens[counted]])
+        self.means = torch.cat([self.means, means[counted]])
+        self.sums.append(_entries(text_sums(code, row, texts, units)[counted], first))
+        self.products.append(_entries(text_sums(code, row, texts, units, apart)[counted], first))
+
+    @property
+    def active(self) -> Bool[Tensor, " units"]:
+        """The units that were active at all."""
+        return self.squares > 0
+
+    def report(self, seed: int = 0) -> Correlations:
+        """Return the correlations, and which of them are more than chance; the seed draws the permutations."""
+        rng, texts, count = np.random.default_rng(seed), len(self.tokens), self.tokens.sum()
+        orders = np.stack([np.arange(texts), *(rng.permutation(texts) for _ in range(PERMUTATIONS))], 1)
+        signs = torch.from_numpy(rng.choice([-1.0, 1.0], orders.shape))
+        signs[:, 0] = 1  # the first column is what was seen
+        dealt = self.means[torch.from_numpy(orders)]
+        dealt = dealt - self.tokens @ dealt / count
+        spread = self.tokens @ dealt.square() + self.within
+        found, largest = [], torch.zeros(PERMUTATIONS, dtype=torch.float64)
+        for squares, sums, products in self._blocks():
+            varies = squares - sums.sum(1).square() / count
+            over = (sums @ dealt + products @ signs) / (varies.unsqueeze(-1) * spread).clamp_min(1e-300).sqrt()
+            over[varies <= 1e-12 * squares] = 0
+            strength = over / over.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
+            largest = torch.maximum(largest, strength[:, 1:].amax(0))
+            found.append((over[:, 0], _pearson(sums / self.tokens, self.means), strength[:, 0]))
+        over_tokens, over_texts, strengths = map(torch.cat, zip(*found, strict=True))
+        return Correlations(over_tokens, over_texts, strengths > (1 + 1e-9) * largest.max())
+
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield of some units at a time, so that memory stays bounded, their squares, sums and products."""
+        sums, products = (_by_unit(entries) for entries in (self.sums, self.products))
+        for start in range(0, len(self.squares), NUMBERS // PERMUTATIONS):
+            squares = self.squares[start : start + NUMBERS // PERMUTATIONS]
+            shape = len(squares), len(self.tokens)
+            yield squares, _dense(sums, start, shape), _dense(products, start, shape)
+
+
+def text_sums(
+    code: Code, row: Int[Tensor, " tokens"], texts: int, units: int, weights: Float[Tensor, " tokens"] | None = None
+) -> Float[Tensor, "texts units"]:
+    """Return the sums of all units' coefficients over the tokens of each text, each token's times its weight."""
+    values = code.values.cpu().double()
+    values = values if weights is None else values * weights.unsqueeze(-1)
+    cells = row.unsqueeze(-1) * units + code.indices.cpu()
+    return values.new_zeros(texts * units).index_add_(0, cells.flatten(), values.flatten()).reshape(texts, units)
+
+
+def _pearson(rows: Float[Tensor, "units texts"], score: Float[Tensor, " texts"]) -> Float[Tensor, " units"]:
+    centred, score = rows - rows.mean(1, keepdim=True), score - score.mean()
+    norms = centred.norm(dim=1)
+    r = centred @ score / (norms * score.norm()).clamp_min(1e-300)
+    return torch.where(norms > 1e-9 * rows.norm(dim=1), r, 0.0)
+
+
+def _entries(dense: Float[Tensor, "texts units"], first: int) -> Entries:
+    text, unit = dense.nonzero(as_tuple=True)
+    return unit, text + first, dense[text, unit]
+
+
+def _by_unit(entries: Sequence[Entries]) -> Entries:
+    unit, text, value = (torch.cat(parts) for parts in zip(*entries, strict=True))
+    order = unit.argsort()
+    return unit[order], text[order], value[order]
+
+
+def _dense(entries: Entries, start: int, shape: tuple[int, int]) -> Float[Tensor, "units texts"]:
+    unit, text, value = entries
+    low, high = torch.searchsorted(unit, torch.tensor([start, start + shape[0]])).tolist()
+    dense = value.new_zeros(shape)
+    dense[unit[low:high] - start, text[low:high]] = value[low:high]
+    return dense

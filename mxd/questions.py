@@ -1,0 +1,222 @@
+"""What each question is asked with: one frozen config for each, and no second place for a default.
+
+``DEFAULTS`` is what nobody changed. The commands, the ``evaluation`` section of a run's config and the functions in
+``mxd/evaluation`` read their defaults from it, so `mxd compare` asks as the single commands do.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from mxd.errors import MxdError, redact
+
+S = TypeVar("S", bound="Section")
+
+Question = Literal["evaluation", "generation", "units", "structure", "probing", "masking", "steering"]
+
+PROMPTS = (
+    *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
+    *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
+)
+"""Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown fields and secrets refused, docstrings used as help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_secret(cls, value: Any) -> Any:
+        if isinstance(value, str) and redact(value) != value:
+            raise ValueError(
+                "holds a user, a password, a query or a key, which the run's files would record; give it to what needs "
+                "it in the environment or in its own files"
+            )
+        return value
+
+
+class FaithfulnessConfig(Section):
+    """Is the splice faithful?"""
+
+    tokens: PositiveInt = 65_536
+    """Positions to read."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, and so the part that is read."""
+
+
+class GenerationConfig(Section):
+    """Does it write what the base model writes?"""
+
+    limit: PositiveInt = 512
+    """Prompts."""
+    words: PositiveInt = 4
+    """Words of a text that make a prompt."""
+    tokens: PositiveInt = 32
+    """Tokens to add."""
+    seed: NonNegativeInt = 0
+    """Draws the texts."""
+
+
+class UnitsConfig(Section):
+    """How often do units fire, and on what?"""
+
+    tokens: PositiveInt = 1_000_000
+    """Positions to read, as far as there is text."""
+    top: NonNegativeInt = 10
+    """Units of each layer to show: those that add most to the output."""
+    contexts: PositiveInt = 5
+    """Contexts to show from each of six bands of strength."""
+    shared: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Units active at more than this share of the tokens count as shared."""
+    seed: NonNegativeInt = 0
+    """Draws the contexts."""
+
+
+class StructureConfig(Section):
+    """What rank do units have, and which of them lead?"""
+
+    tokens: PositiveInt = 65_536
+    """Positions over which leads and rates are counted."""
+    experts: PositiveInt = 2000
+    """Units whose rank is computed, from unit 0 on."""
+    prompts: tuple[str, ...] = PROMPTS
+    """Prompts at whose last token the three leading units are named."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, and so the part that is read."""
+
+
+class ProbingConfig(Section):
+    """What do single units know?"""
+
+    sets: Annotated[tuple[str, ...], Field(min_length=1)] = ("factbook", "languages", "gender")
+    """Labelled sets: bundled names, .csv, .jsonl or .parquet files, Hub datasets."""
+    level: Literal["sample", "span", "token"] | None = None
+    """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span``, or its last
+    ``token``; by default the span where a set marks one, else the sample."""
+    side: Literal["first", "last"] | None = None
+    """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
+    source code, to avoid licence headers), else the last."""
+    limit: PositiveInt = 10_000
+    """Texts of each set, drawn with the seed."""
+    seed: NonNegativeInt = 42
+    """Orders the texts before they are split 80/20; the paper's."""
+    context: Annotated[int, Field(ge=6)] = 128
+    """Tokens of a text, BOS included."""
+    candidates: PositiveInt = 100
+    """Units that are probed for each class."""
+    text_column: str = "text"
+    """Field that holds the text."""
+    label_column: str = "label"
+    """Field that holds the class."""
+    split: str = "train"
+    """Split of a Hub dataset."""
+
+
+class MaskingConfig(Section):
+    """Can a topic be switched off?"""
+
+    domains: str = "factbook"
+    """Labelled set whose labels are the domains."""
+    text_column: str = "text"
+    """Field that holds the text."""
+    label_column: str = "label"
+    """Field that holds the domain."""
+    ratio: Annotated[float, Field(ge=1)] = 2.0
+    """A unit belongs to a domain if it is at least so many times as strong there as in any other (Monet, 5.1)."""
+    limit: Annotated[int, Field(ge=2)] = 100
+    """Texts of each domain, at most; half of them choose units, half are measured."""
+    seed: NonNegativeInt = 0
+    """Draws the texts and the units of the control."""
+
+
+class PurgingConfig(Section):
+    """Can what goes with a score be switched off? Not among `mxd compare`'s questions: no scored texts are bundled."""
+
+    text_column: str = "text"
+    """Field that holds the text."""
+    score_column: str = "score"
+    """Field that holds the number."""
+    thresholds: Annotated[tuple[float, ...], Field(min_length=1)] = (0.2, 0.1, 0.05)
+    """Correlations from which on a unit is masked (Monet's, for toxicity)."""
+    limit: Annotated[int, Field(ge=2)] = 500
+    """Texts with scores up to the mean, and above it, at most; half of them choose units, half are measured."""
+    seed: NonNegativeInt = 0
+    """Draws the texts and the units of the control."""
+
+
+class SteeringConfig(Section):
+    """What does a unit make the model say?"""
+
+    first: PositiveInt = 100
+    """Units steered with where none are named, from unit 0 on, as far as there are any."""
+    scale: float = 100.0
+    """``lambda``: how much of the unit's output is added."""
+    prompt: str = "Let's talk about "
+    """What is continued."""
+    samples: PositiveInt = 10
+    """Continuations of each unit."""
+    tokens: PositiveInt = 32
+    """Tokens of a continuation."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Tokens are drawn from the smallest set that holds this much probability."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it occurs before; 1 in the paper's code."""
+    seed: NonNegativeInt = 0
+    """Draws the tokens; a unit's samples do not depend on which others are steered."""
+    on: Literal["replacement", "base"] = "replacement"
+    """Where the unit's output is added: to the spliced replacement's (the paper's code), or to the ``base`` MLP's."""
+    repeats: PositiveInt = 1
+    """Times each unit's texts are judged."""
+
+
+class EvaluationConfig(Section):
+    """What `mxd compare` measures once everything is trained."""
+
+    questions: tuple[Question, ...] = ("evaluation", "generation", "units", "structure")
+    """Which; each is answered in a JSON file of its name. ``evaluation`` is faithfulness."""
+    split: str | None = None
+    """Text that is read; by default, as for the commands, the held-out side of the training text."""
+    faithfulness: FaithfulnessConfig = FaithfulnessConfig()
+    """As `mxd evaluate`."""
+    generation: GenerationConfig = GenerationConfig()
+    """As `mxd generate`."""
+    units: UnitsConfig = UnitsConfig()
+    """As `mxd units`."""
+    structure: StructureConfig = StructureConfig()
+    """As `mxd structure`."""
+    probing: ProbingConfig = ProbingConfig()
+    """As `mxd probe`."""
+    masking: MaskingConfig = MaskingConfig()
+    """As `mxd mask --domains`."""
+    steering: SteeringConfig = SteeringConfig()
+    """As `mxd steer`."""
+
+
+DEFAULTS, PURGING = EvaluationConfig(), PurgingConfig()
+
+
+def checked(kind: type[S], **fields: Any) -> S:
+    """Return the config of a question.
+
+    Raises:
+        MxdError: a field that does not make sense; the message names it.
+    """
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise MxdError(f"{name} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}.") from error

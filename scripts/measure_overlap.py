@@ -1,0 +1,83 @@
+"""How much of the bundled held-out text stands word for word in its training text: shares of 20-grams, by document.
+
+    python scripts/measure_overlap.py
+    python scripts/measure_overlap.py --length 8 --json overlap.json
+
+Splits are by document, but the Factbook's sections repeat each other's phrases from country to country. The table is in
+mxd/assets/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mxd.data import documents
+
+SOURCES = {"sotu": "State of the Union", "factbook": "Factbook"}
+Numbered = Callable[[str], np.ndarray]
+"""A text's words, or characters, as numbers: the same for the same."""
+
+
+def characters(text: str) -> np.ndarray:
+    """Return the characters of a text as numbers."""
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def words() -> Numbered:
+    """Return what numbers words, in the order in which it sees them first."""
+    known: dict[str, int] = {}
+    return lambda text: np.array([known.setdefault(word, len(known)) for word in text.split()], np.uint32)
+
+
+def grams(numbers: np.ndarray, n: int) -> np.ndarray:
+    """Return a hash of each n-gram."""
+    scattered = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    scattered ^= scattered >> np.uint64(29)
+    found = np.zeros(max(0, len(numbers) - n + 1), np.uint64)
+    for k in range(n):
+        found = found * np.uint64(0x100000001B3) + scattered[k : k + len(found)]
+    return found
+
+
+def overlap(train: Sequence[str], held_out: Sequence[str], numbered: Numbered, n: int = 20) -> list[float]:
+    """Return for each held-out document that has any the share of its n-grams that are in the training text."""
+    there = np.unique(np.concatenate([grams(numbered(text), n) for text in train]))
+    found = (grams(numbered(text), n) for text in held_out)
+    hits = (there[np.searchsorted(there, each).clip(max=len(there) - 1)] == each for each in found if len(each))
+    return [float(each.mean()) for each in hits]
+
+
+def main() -> None:
+    """Measure, print a table, write the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=20, help="words or characters in an n-gram")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    places = [(split, source) for split in ("validation", "test") for source in SOURCES]
+    held_out = {place: list(documents(f"bundled:{place[1]}", place[0])) for place in places}
+    every, train = [text for texts in held_out.values() for text in texts], list(documents("bundled", "train"))
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for unit, numbered in {"words": words(), "characters": characters}.items():
+        long = [text for text in every if len(numbered(text)) >= args.length]
+        share = dict(zip(long, overlap(train, long, numbered, args.length), strict=True))
+        for (split, source), texts in held_out.items():
+            shares = [share[text] for text in texts if text in share]
+            numbers = {"documents": len(shares), "median": float(np.median(shares)), "largest": max(shares)}
+            found.setdefault(f"{split}, {SOURCES[source]}", {})[unit] = numbers
+    n = args.length
+    print(f"| held out | documents | {n} words: median | largest | {n} characters: median | largest |")
+    print("|---|---|---|---|---|---|")
+    for name, units in found.items():
+        cells = [f"{units[unit][key]:.1%}" for unit in ("words", "characters") for key in ("median", "largest")]
+        print(f"| {name} | {units['characters']['documents']} | {' | '.join(cells)} |")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
