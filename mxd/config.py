@@ -1,6 +1,8 @@
 """The configuration of a run: YAML, overrides by dotted name, sweeps, and every check that needs no model."""
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -369,6 +371,16 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """Return what a run trains as YAML, every field spelled out; without ``evaluation``, which may change later."""
     return yaml.safe_dump(config.model_dump(mode="json", exclude={"evaluation"}), sort_keys=False)
+
+
+def plain_config(config: RunConfig) -> dict[str, Any]:
+    """Return what a run's layers follow from, as plain data: all but its name and place, and ``evaluation``."""
+    return config.model_dump(mode="json", exclude={"run", "out", "evaluation"})
+
+
+def config_hash(config: RunConfig) -> str:
+    """Return a hash of ``plain_config``."""
+    return hashlib.sha256(json.dumps(plain_config(config), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def fields_help() -> str:

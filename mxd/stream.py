@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead
+from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_text
 from mxd.cache import (
     Dtype,
     cache_bytes,
+    cache_hash,
     cached_batches,
     cached_tokens,
     check_cache,
@@ -14,8 +15,8 @@ from mxd.cache import (
     mixed_batches,
     write_cache,
 )
-from mxd.config import RunConfig
-from mxd.data import documents, special_ids, token_blocks
+from mxd.config import RunConfig, plain_config
+from mxd.data import documents, special_ids, text_hash, token_blocks
 from mxd.distributed import ALONE, Processes, launched, local_device
 from mxd.errors import MxdError
 from mxd.model import FrozenModel, load_frozen
@@ -23,6 +24,8 @@ from mxd.store import Location
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """What a stream's order is drawn from, beyond what it is of."""
+
+BASE = "base model (hash of its settings and all its weights)"
 
 
 def activation_stream(
@@ -42,7 +45,8 @@ def activation_stream(
         shares: what each of them takes of every batch; by default everything.
 
     Raises:
-        MxdError: no text, no tokenizer, or a cache of something else or with too few tokens.
+        MxdError: no text, no tokenizer, a cache of something else or with too few tokens, or another text than the one
+            that was read up to ``start``: at once, or of a streamed text when it is read again.
     """
     shares = shares or [Share(config.layers)] * processes.world
     if config.data.cache is not None:
@@ -96,7 +100,9 @@ def _live(
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed)
+    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
+    if start is not None and start.text and isinstance(texts, list):
+        check_text(start.text, blocks.digest(start.context))
     contexts = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
@@ -111,6 +117,7 @@ def _live(
         processes=processes,
         shares=shares,
         mine=mine,
+        digest=blocks.digest,
     )
 
 
@@ -150,9 +157,15 @@ def masked_ids_of(config: RunConfig, base: FrozenModel) -> list[int]:
     return special_ids(base.tokenizer) if config.data.mask_special and base.tokenizer is not None else []
 
 
-def fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
-    """Return block -> hash of its MLP, for the blocks of a run."""
-    return {str(number): base.fingerprint(number) for number in config.layers}
+def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
+    """Return all that a run's layers follow from but its text, which places in it name: equal origins, equal layers."""
+    return {
+        **plain_config(config),
+        BASE: base.base_fingerprint(),
+        "dtype of the base model": base.dtype,
+        "masked tokens": masked_ids_of(config, base),
+        "activation cache (hash of its cache.json)": cache_hash(config.data.cache) if config.data.cache else None,
+    }
 
 
 def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
@@ -160,11 +173,13 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     return {
         "site": "mlp",
         "data": config.data.model_dump(exclude={"cache", "mix_shards"}),
+        "text": text_hash(config.data.source, config.data.split),
         "masked_ids": masked_ids_of(config, base),
         "seed": config.seed,
         "batch_tokens": config.training.batch_tokens,
         "buffer_tokens": config.training.buffer_tokens,
         "revision": base.revision,
         "model_dtype": base.dtype,
-        "fingerprints": fingerprints(config, base),
+        "model": base.base_fingerprint(),
+        "fingerprints": {str(number): base.fingerprint(number) for number in config.layers},
     }
