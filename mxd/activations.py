@@ -12,7 +12,7 @@ the rows of the batches that it trains on. The batches are those of one process,
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -30,6 +30,9 @@ from mxd.stop import Stopped
 
 T = TypeVar("T")
 
+MOST_USELESS = 1000
+"""Contexts in a row that may hold nothing but masked tokens."""
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -38,6 +41,8 @@ class Cursor:
     context: int = 0
     offset: int = 0
     batch: int = 0
+    text: str = ""
+    """Hash of the token ids that the batches before are of; "" where it is not known, and at the beginning."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,11 @@ class _Window:
     counted: list[Int[np.ndarray, " _"]]
     next: Cursor
     """Where the next window begins."""
+
+    @property
+    def end(self) -> int:
+        """How many contexts of the text it and the windows before are of."""
+        return _contexts(self.next)
 
     @property
     def tokens(self) -> int:
@@ -119,6 +129,7 @@ def activation_batches(
     processes: Processes = ALONE,
     shares: Sequence[Share] | None = None,
     mine: Mine | None = None,
+    digest: Callable[[int], str] = lambda contexts: "",
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
 
@@ -137,9 +148,11 @@ def activation_batches(
         shares: what each of them takes of every batch; by default everything. ``batch_tokens`` is a multiple of
             every share's ``parts``.
         mine: asked for every window in turn, with its place and its number of batches: those it declines are not run.
+        digest: returns the hash of the first so many contexts' token ids, once they have been read.
 
     Raises:
-        MxdError: an activation is not finite, a target has norm zero, or the mask leaves nothing.
+        MxdError: an activation is not finite, a target has norm zero, the mask leaves nothing, or what was read up to
+            ``start`` is another text now.
     """
     cursor = start or Cursor()
     per_window = max(1, buffer_tokens // batch_tokens)
@@ -148,15 +161,20 @@ def activation_batches(
     held: np.ndarray | None = None
     shares = shares or [Share(tuple(layers))] * processes.world
     own = shares[processes.rank]
+    text = cursor.text
     while True:
         with processes.together():
             window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
+            if text:
+                check_text(text, digest(_contexts(cursor) if cursor.batch == 0 or window is None else window.end))
+                text = ""
             while window is not None and mine is not None and not mine(cursor, window.tokens // batch_tokens):
-                cursor = window.next
+                cursor = replace(window.next, text=digest(window.end))
                 window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
             filled = _fill(model, layers, window.part(processes), forward_contexts) if window is not None else None
         if window is None or filled is None:
             return
+        following = replace(window.next, text=digest(window.end))
         total = sum(map(len, window.counted))
         means = {
             layer: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
@@ -172,16 +190,16 @@ def activation_batches(
             filled, order = _dealt(filled, order, shares, processes)
         for b in range(cursor.batch, whole):
             rows = order[b]
-            here = Cursor(cursor.context, cursor.offset, b + 1)
+            here = replace(cursor, batch=b + 1, text=following.text)
             yield Batch(
                 sites={layer: (filled.sites[layer][0][rows], filled.sites[layer][1][rows]) for layer in own.layers},
                 ids=filled.ids[rows],
                 means={layer: means[layer] for layer in own.layers},
-                cursor=here if b + 1 < whole else window.next,
+                cursor=here if b + 1 < whole else following,
             )
         if whole < per_window:
             return
-        cursor = window.next
+        cursor = following
         del filled, order  # before the next window is filled: one is the largest part of a run's memory
 
 
@@ -204,6 +222,25 @@ def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
         worker.shutdown(wait, cancel_futures=True)
 
 
+def check_text(before: str, now: str) -> None:
+    """Compare the hashes of the token ids that a stream was read from, and is read from now.
+
+    Raises:
+        MxdError: they differ.
+    """
+    if now != before:
+        raise MxdError(
+            f"the text, or its tokenizer, is not what it was: its token ids had the hash {before} and have "
+            f"{now or 'none, for it ends before'}. A text that is added to or sorted is another one, too: put it back, "
+            "or begin anew under another name."
+        )
+
+
+def _contexts(place: Cursor) -> int:
+    """Return how many contexts are read before a window that begins there."""
+    return place.context + bool(place.offset)
+
+
 def _plan(
     source: Iterator[np.ndarray], held: np.ndarray | None, start: Cursor, tokens: int, counts: Counts
 ) -> tuple[_Window | None, np.ndarray | None]:
@@ -218,9 +255,10 @@ def _plan(
             break
         positions = np.flatnonzero(counts(row))[offset:]
         useless = 0 if len(positions) or offset else useless + 1
-        if useless > 1000:
+        if useless > MOST_USELESS:
             raise MxdError(
-                "1,000 contexts in a row hold nothing but masked tokens; check data.mask_special and the text."
+                f"{MOST_USELESS:,} contexts in a row hold nothing but masked tokens; check data.mask_special and the "
+                "text."
             )
         taken = positions[:missing]
         rows.append(row)

@@ -36,10 +36,13 @@ from mxd.plain import parse_json
 from mxd.progress import progress
 from mxd.store import Location, Store, open_store, sha256
 
-FORMAT = 2
+FORMAT = 3
 
 SHARD_BATCHES = 16
 """Batches in a shard, at most."""
+
+UNKNOWN = ("revision", "text")
+"""What is ``None`` where it cannot be known: of a folder or a loaded model; of a text that is not on this machine."""
 
 ANEW = "`mxd cache` writes it anew, and nothing else."
 """What to do about a shard that is damaged or missing."""
@@ -103,9 +106,17 @@ def write_cache(location: Location, stream: Stream, tokens: int, worker: tuple[i
         worker: ``(r, w)``: only windows r, r + w, r + 2 w ... are looked at.
 
     Raises:
-        MxdError: the disk is full, the text ends before, a value is too large for the dtype, or the cache became one of
-            something else meanwhile.
+        MxdError: the disk is full, the text ends before or is another than that of the shards that are there, a value
+            is too large for the dtype, or the cache became one of something else meanwhile.
     """
+    _write_missing(location, stream, tokens, worker)
+    store = open_store(location)
+    shards, problem = _shards(store, _held(store)) if worker == (0, 1) else ([], "")
+    if problem and sum(shard.tokens for shard in shards) < tokens:
+        raise MxdError(problem)
+
+
+def _write_missing(location: Location, stream: Stream, tokens: int, worker: tuple[int, int]) -> None:
     store = open_store(location)
     held = _held(store)
     layout = _Layout(held["batch_tokens"], max(1, held["buffer_tokens"] // held["batch_tokens"]))
@@ -116,6 +127,7 @@ def write_cache(location: Location, stream: Stream, tokens: int, worker: tuple[i
     missing = {n: b for n, b in own.items() if n not in whole}
     if not missing:
         return
+    last = max((shard.number for shard in there), default=-1)
     windows = _Windows(layout, missing, *_begin(there, layout, min(missing) // layout.parts))
     batches = stream(windows.start, windows)
     total = sum(own.values()) * layout.batch_tokens
@@ -127,7 +139,8 @@ def write_cache(location: Location, stream: Stream, tokens: int, worker: tuple[i
             if _held(store) != held:
                 raise MxdError(f"another process has begun another cache in {store.name}; choose another folder.")
             asked = missing.pop(n)
-            _write_shard(store, held, n, start, shard[:asked])
+            _check_meets(store, held, n, start, shard[-1].cursor)
+            _write_shard(store, held, n, start, shard if n < last else shard[:asked])
             advance(min(len(shard), asked) * layout.batch_tokens)
             if len(shard) < asked:
                 break
@@ -150,6 +163,15 @@ def check_cache(location: Location, identity: Mapping[str, Any]) -> None:
     """
     store = open_store(location)
     _check(store, _held(store), identity)
+
+
+def cache_hash(location: Location) -> str:
+    """Return a hash of what a cache says it is of, its dtype included.
+
+    Raises:
+        MxdError: no cache there.
+    """
+    return _hash(_held(open_store(location)))
 
 
 def cached_tokens(location: Location) -> int:
@@ -180,7 +202,12 @@ def cached_batches(
     store = open_store(location)
     shards, problem = _shards(store, _held(store))
     starts = [Cursor(), *(end for shard in shards for end in shard.ends)]
-    if (start or Cursor()) not in starts:
+    if start is not None and start not in starts:
+        if any(start == replace(place, text=start.text) for place in starts):
+            raise MxdError(
+                f"the activation cache {store.name} is of another text than the one that was read up to {start}; put "
+                "back the cache that the run began with, or start anew under another name with --run NAME."
+            )
         raise MxdError(
             f"the activation cache {store.name} has no batch that begins at {start}; it ends at {starts[-1]}. {problem}"
         )
@@ -215,7 +242,7 @@ def mixed_batches(
     permutation of a window already), from a row on that is drawn anew for each epoch.
 
     A ``Cursor`` here names a group, counted over all epochs; how many of its tokens went to a batch begun in the group
-    before; and how many batches follow these.
+    before; how many batches follow these; and, for a text, the cache's shards.
 
     Args:
         location: the cache.
@@ -228,7 +255,8 @@ def mixed_batches(
         part: ``(s, parts)``: only the rows of part s of each batch.
 
     Raises:
-        MxdError: a shard is damaged or missing, or the cache holds less than a batch.
+        MxdError: a shard is damaged or missing, the cache holds less than a batch, or it has other shards than when
+            ``start`` was reached.
     """
     store = open_store(location)
     shards, problem = _shards(store, _held(store))
@@ -238,6 +266,12 @@ def mixed_batches(
     if lengths.sum() < batch_tokens:
         raise MxdError(f"the activation cache {store.name} holds {lengths.sum():,} tokens, less than one batch.")
     begin = start or Cursor()
+    text = _hash([cache_hash(location), [(shard.tokens, shard.ends[-1].text) for shard in shards]])
+    if begin.text not in ("", text):
+        raise MxdError(
+            f"the activation cache {store.name} has other shards than when the run was saved, so they would be mixed "
+            "otherwise; put back those, or start anew under another name with --run NAME."
+        )
     order = (shards[m] for group in count(begin.context) for m in _group(lengths, shards_at_once, seed, group)[0])
     opened = _opened(store, order, depth=min(shards_at_once, len(shards)))
     group, files, runs = -1, {}, []
@@ -248,7 +282,7 @@ def mixed_batches(
             means = _mean({files[m]: int(lengths[m]) for m in take.members}, layers)
         runs += [_Run(files[m], low, high) for m, low, high in take.runs]
         if take.end is not None:
-            yield _read(runs, layers, means, take.end, device, part)
+            yield _read(runs, layers, means, replace(take.end, text=text), device, part)
             runs = []
 
 
@@ -379,8 +413,10 @@ class _Windows:
         for first in batches:
             window, start, held = self.accepted.popleft()
             rest = chain([first], islice(batches, held - 1))
-            for part, n in enumerate(self.layout.numbers(window, held)):
-                yield n, replace(start, batch=part * SHARD_BATCHES), list(islice(rest, SHARD_BATCHES))
+            for n in self.layout.numbers(window, held):
+                shard = list(islice(rest, SHARD_BATCHES))
+                yield n, start, shard
+                start = shard[-1].cursor
 
 
 @dataclass(frozen=True)
@@ -393,6 +429,11 @@ class _Shard:
     ends: tuple[Cursor, ...]
     size: int
     sha256: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether it holds all that belongs into it, and not only what was asked for then."""
+        return len(self.ends) == SHARD_BATCHES or self.ends[-1].batch == 0
 
 
 class _File:
@@ -506,6 +547,22 @@ def _write_shard(store: Store, held: Mapping[str, Any], number: int, start: Curs
     store.write(_description(number), _encoded({**said, "seal": _seal(held, said)}))
 
 
+def _check_meets(store: Store, held: Mapping[str, Any], number: int, start: Cursor, end: Cursor) -> None:
+    """Refuse a shard that does not begin where the one before it ends, or end where the one after it begins."""
+    before, after = (_describe(store, held, n) for n in (number - 1, number + 1))
+    if isinstance(before, _Shard) and before.complete and before.ends[-1] != start:
+        raise _apart(store, number - 1, before.ends[-1], start)
+    if isinstance(after, _Shard) and after.start != end:
+        raise _apart(store, number, end, after.start)
+
+
+def _apart(store: Store, number: int, end: Cursor, start: Cursor) -> MxdError:
+    return MxdError(
+        f"{_where(store, number)} ends at {end} and {_where(store, number + 1)} begins at {start}: the text is another "
+        "than when one of them was written. Put it back, or write a cache anew in another folder."
+    )
+
+
 def _rounded(values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: Int[Tensor, " tokens"]) -> Tensor:
     """Round activations to what they are stored as."""
     stored = values.to(DTYPES[dtype])
@@ -521,11 +578,12 @@ def _rounded(values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: In
 
 
 def _check(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    said = {"text": "its text, by the hash of its files", "model": "its base model, by the hash of all weights"}
     differences = [
-        f"{key}: {held.get(key)!r}, asked for {value!r}"
+        f"{said.get(key, key)}: {held.get(key)!r}, asked for {value!r}"
         for key, value in wanted.items()
         if key != "fingerprints" and held.get(key) != value
-        if not (key == "revision" and None in (held.get(key), value))  # not known of a folder or a loaded model
+        if not (key in UNKNOWN and None in (held.get(key), value))
     ]
     for layer, fingerprint in wanted["fingerprints"].items():
         own = held["fingerprints"].get(layer)
@@ -534,7 +592,10 @@ def _check(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
         elif own != fingerprint:
             differences.append(f"layer {layer} is of another base model (fingerprint {own}, asked for {fingerprint})")
     if differences:
-        raise MxdError(f"the activation cache {store.name} holds something else:\n  " + "\n  ".join(differences))
+        raise MxdError(
+            f"the activation cache {store.name} holds something else: {'; '.join(differences)}. Put back what was "
+            "changed, or write another: mxd cache CONFIG FOLDER"
+        )
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -589,24 +650,25 @@ def _shards(store: Store, held: Mapping[str, Any]) -> tuple[list[_Shard], str]:
 
 def _described(store: Store, held: Mapping[str, Any]) -> list[tuple[int, _Shard | MxdError]]:
     """Return every shard there is, in order: what its JSON says, or why that cannot be believed."""
-
-    def describe(number: int) -> _Shard | MxdError:
-        try:
-            said = parse_json(store.read(_description(number)) or b"")
-            seal = said.pop("seal")
-            if seal != _seal(held, said) or said["number"] != number:
-                raise ValueError("it is damaged, or of another cache")
-            start, *ends = (Cursor(**cursor) for cursor in (said.pop("start"), *said.pop("ends")))
-            tokens = said["tokens"]
-            if type(tokens) is not int or not ends or tokens < len(ends) or tokens % len(ends):
-                raise ValueError(f"it says that it has {tokens} tokens in {len(ends)} batches")
-            return _Shard(**said, start=start, ends=tuple(ends))
-        except (MxdError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return MxdError(f"cannot read {_where(store, number)}: {error}. {ANEW}")
-
     numbers = _numbers(store.names())
     with ThreadPoolExecutor(16) as pool:  # elsewhere than on this machine, waiting is what takes the time
-        return list(zip(numbers, pool.map(describe, numbers), strict=True))
+        return list(zip(numbers, pool.map(lambda n: _describe(store, held, n), numbers), strict=True))
+
+
+def _describe(store: Store, held: Mapping[str, Any], number: int) -> _Shard | MxdError:
+    """Return what a shard's JSON says, or why that cannot be believed."""
+    try:
+        said = parse_json(store.read(_description(number)) or b"")
+        seal = said.pop("seal")
+        if seal != _seal(held, said) or said["number"] != number:
+            raise ValueError("it is damaged, or of another cache")
+        start, *ends = (Cursor(**cursor) for cursor in (said.pop("start"), *said.pop("ends")))
+        tokens = said["tokens"]
+        if type(tokens) is not int or not ends or tokens < len(ends) or tokens % len(ends):
+            raise ValueError(f"it says that it has {tokens} tokens in {len(ends)} batches")
+        return _Shard(**said, start=start, ends=tuple(ends))
+    except (MxdError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return MxdError(f"cannot read {_where(store, number)}: {error}. {ANEW}")
 
 
 def _whole(store: Store, there: Sequence[_Shard], asked: Mapping[int, int]) -> set[int]:
@@ -631,7 +693,8 @@ def _begin(there: Sequence[_Shard], layout: _Layout, window: int) -> tuple[int, 
     for shard in there:
         own, part = divmod(shard.number, layout.parts)
         before = own * layout.per_window * layout.batch_tokens
-        known[own] = (replace(shard.start, batch=0), before)
+        if part == 0:
+            known[own] = (shard.start, before)
         if shard.ends[-1].batch == 0:
             known[own + 1] = (shard.ends[-1], before + part * SHARD_BATCHES * layout.batch_tokens + shard.tokens)
     last = max(n for n in known if n <= window)
@@ -681,6 +744,10 @@ def _where(store: Store, number: int) -> str:
 def _seal(held: Mapping[str, Any], said: Mapping[str, Any]) -> str:
     """Return a hash of what a shard says of itself and of the cache that it belongs to."""
     return hashlib.sha256(_encoded([held, said])).hexdigest()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(_encoded(value)).hexdigest()[:32]
 
 
 def _encoded(value: Any) -> bytes:

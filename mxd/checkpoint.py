@@ -60,6 +60,8 @@ class Provenance(BaseModel):
     """Block number, from 0."""
     fingerprint: str
     """Hash of the replaced MLP's weights (``FrozenModel.fingerprint``)."""
+    base_fingerprint: str = ""
+    """Hash of the whole base model (``FrozenModel.base_fingerprint``); "" where it was not recorded."""
     site: str = "mlp"
     """The module whose input and output were matched."""
     input_convention: str = "input of the mlp module: after the layer norm with its affine part; nothing folded"
@@ -70,12 +72,16 @@ class Provenance(BaseModel):
     """Tokens left out in training; the base MLP answers there when spliced."""
     data: dict[str, Any] = {}
     """The training text: source, split, column, context, BOS."""
+    text_hash: str = ""
+    """Hash of the text's token ids, of a stream up to where training ended; of a mixed cache, of its shards."""
     training: dict[str, Any] = {}
     """The recipe: steps, learning rate, warm-up, batch."""
     tokens: int = 0
     """Token activations trained on."""
     seed: int = 0
     """Seed of the run."""
+    config_hash: str = ""
+    """Hash of the run's whole config but its name and place."""
     versions: dict[str, str] = {}
     """Versions of mxd, torch, transformers, safetensors."""
 

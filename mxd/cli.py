@@ -98,7 +98,8 @@ def train(
     Args:
         config: YAML file; see configs/.
         overrides: fields to set, by dotted name.
-        resume: continue an interrupted run exactly where it stopped, on as many processes as there are now.
+        resume: continue an interrupted run exactly where it stopped, on as many processes as there are now; refused
+            where config, text or base model have changed.
         groups: of many processes, how many groups train replacements of their own; the processes of one group divide
             each batch. By default as many as can be.
         shard: divide weights, gradients and moments among the processes of a group: for layers too large for one.

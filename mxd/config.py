@@ -1,6 +1,8 @@
 """The configuration of a run: YAML, overrides by dotted name, sweeps, and every check that needs no model."""
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -335,6 +337,16 @@ def recorded(config: RunConfig) -> dict[str, Any]:
 def dump_config(config: RunConfig) -> str:
     """Return what ``recorded`` does, as YAML."""
     return yaml.safe_dump(recorded(config), sort_keys=False)
+
+
+def plain_config(config: RunConfig) -> dict[str, Any]:
+    """Return what a run's layers follow from, as plain data: all but its name and place, and ``evaluation``."""
+    return {key: value for key, value in recorded(config).items() if key not in ("run", "out")}
+
+
+def config_hash(config: RunConfig) -> str:
+    """Return a hash of ``plain_config``."""
+    return hashlib.sha256(json.dumps(plain_config(config), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def fields_help() -> str:

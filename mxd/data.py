@@ -7,7 +7,8 @@ not re-run the model on) what went before.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Int
 
 from mxd.errors import MxdError, unknown
 from mxd.model import bundled
-from mxd.plain import parse_json, read_text, regular, sayable
+from mxd.plain import file_sha256, parse_json, read_text, regular, sayable
 
 SPLITS = ("train", "validation", "test")
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
@@ -29,6 +30,9 @@ HELD_OUT_PERCENT = 5
 
 Blocks = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
 """``blocks(n)`` yields the contexts of a stream from number n on."""
+
+SEAL_BYTES = 32
+"""At the end of a file of token ids: SHA-256 of its name and of the ids' own SHA-256."""
 
 
 def documents(
@@ -57,7 +61,11 @@ def documents(
         MxdError: nothing there, no such column or split, or the Hub cannot be reached.
     """
     if source.partition(":")[0] == "bundled":
-        return _bundled(source, split, column)
+        path = _bundled(source, split)
+        texts = list(_read_file(path, column))
+        if (wanted := BUNDLED[source]) is None:
+            return texts
+        return [text for text, of in zip(texts, _read_file(path, "source"), strict=True) if of == wanted]
     path = Path(source)
     try:
         if path.exists():
@@ -69,16 +77,30 @@ def documents(
     return _hub(source, split, column, streaming, seed, part)
 
 
-def _bundled(source: str, split: str, column: str) -> list[str]:
+def text_hash(source: str, split: str = "train") -> str | None:
+    """Return a hash of the files that a text of this machine is read from: the size and SHA-256 of each, in order.
+
+    Returns:
+        ``None`` where there is no such file here: of a Hub dataset only the token ids can tell.
+
+    Raises:
+        MxdError: a file cannot be read.
+    """
+    path = _bundled(source, split) if source.partition(":")[0] == "bundled" else Path(source)
+    try:
+        files = _local_files(path, split)[0] if path.exists() else []
+        sizes = [f"{regular(file).stat().st_size} {file_sha256(file)}" for file in files]
+    except OSError as error:
+        raise MxdError(f"cannot read text from {source!r}: {error.strerror}.") from error
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:32] if sizes else None
+
+
+def _bundled(source: str, split: str) -> Path:
     if source not in BUNDLED:
         raise unknown("bundled text", source, BUNDLED)
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    path = bundled(f"text/{split}.parquet")
-    texts = list(_read_file(path, column))
-    if (wanted := BUNDLED[source]) is None:
-        return texts
-    return [text for text, of in zip(texts, _read_file(path, "source"), strict=True) if of == wanted]
+    return bundled(f"text/{split}.parquet")
 
 
 def special_ids(tokenizer: Any) -> list[int]:
@@ -121,7 +143,8 @@ def token_blocks(
     seed: int = 0,
     repeat: bool = True,
     shuffle: bool = True,
-) -> Blocks:
+    vocabulary: int | None = None,
+) -> "Finite | Streamed":
     """Pack documents into contexts of ``context`` tokens.
 
     Each document is followed by EOS where the tokenizer has one; each context begins with BOS where the tokenizer has
@@ -135,26 +158,76 @@ def token_blocks(
         seed: orders documents, and contexts within every epoch.
         repeat: begin a new epoch, in a new order, when a list is at its end.
         shuffle: whether a list is reordered at all.
+        vocabulary: how many token ids the model knows; by default no id is too large.
 
     Raises:
-        MxdError: the texts hold not even one context.
+        MxdError: the texts hold not even one context, or the tokenizer gives ids that the model does not know.
     """
     first = tokenizer.bos_token_id if bos else None
     if not isinstance(texts, list):
-        return lambda start: islice(_pack(texts, tokenizer, context, first), start, None)
+        return Streamed(lambda: _pack(texts, tokenizer, context, first), vocabulary)
     rng = np.random.default_rng(seed)
     ordered = [texts[i] for i in rng.permutation(len(texts))] if shuffle else texts
-    packed = _packed_once(ordered, tokenizer, context, first)
+    return Finite(*_packed_once(ordered, tokenizer, context, first, vocabulary), seed, repeat, shuffle)
 
-    def blocks(start: int) -> Iterator[np.ndarray]:
-        epoch, row = divmod(start, len(packed))
-        while epoch == 0 or repeat:
-            order = np.random.default_rng([seed, epoch]).permutation(len(packed)) if shuffle else range(len(packed))
+
+@dataclass(frozen=True)
+class Finite:
+    """The contexts of a list of texts, epoch after epoch, and a hash by which the same text is known again."""
+
+    rows: Int[np.ndarray, "contexts context"]
+    sha256: bytes
+    seed: int
+    repeat: bool
+    shuffle: bool
+
+    def __call__(self, start: int) -> Iterator[Int[np.ndarray, " context"]]:
+        """Yield the contexts from number ``start`` on."""
+        count = len(self.rows)
+        epoch, row = divmod(start, count)
+        while epoch == 0 or self.repeat:
+            order: Sequence[int] | np.ndarray = range(count)
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(count)
             for i in order[row:]:
-                yield packed[i]
+                yield self.rows[i]
             epoch, row = epoch + 1, 0
 
-    return blocks
+    def digest(self, contexts: int) -> str:
+        """Return the hash of all token ids, whatever the number of contexts."""
+        return self.sha256.hex()[:32]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The contexts of texts that are read once, hashed as they come."""
+
+    pack: Callable[[], Iterator[Int[np.ndarray, " context"]]]
+    vocabulary: int | None
+    digests: dict[int, str] = field(default_factory=dict)
+    """Number of contexts -> hash of so many, for those read lately."""
+
+    def __call__(self, start: int) -> Iterator[Int[np.ndarray, " context"]]:
+        """Yield the contexts from number ``start`` on."""
+        seen = hashlib.sha256()
+        self.digests[0] = seen.hexdigest()[:32]
+        for number, row in enumerate(self.pack(), 1):
+            _check_ids(row, self.vocabulary)
+            seen.update(row.data)
+            if number >= start:
+                self.digests[number] = seen.hexdigest()[:32]
+            if number > start:
+                yield row
+
+    def digest(self, contexts: int) -> str:
+        """Return the hash of the token ids of the first so many contexts; "" before they have been read.
+
+        It is forgotten when that of more contexts is asked for.
+        """
+        for number in list(self.digests):  # another thread may be reading ahead
+            if number < contexts:
+                del self.digests[number]
+        return self.digests.get(contexts, "")
 
 
 def token_folder() -> Path:
@@ -163,12 +236,15 @@ def token_folder() -> Path:
 
 
 def _packed_once(
-    texts: list[str], tokenizer: Any, context: int, first: int | None
-) -> Int[np.ndarray, "contexts context"]:
-    """Return the packed contexts, memory-mapped from a file named by all they depend on; written if not there."""
+    texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
+) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
+    """Return the packed contexts and their SHA-256, memory-mapped from a file named by all they depend on.
+
+    The file is written where it is not there, or not what was written, as the seal at its end says.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python, which has nothing to name the file by
-        return _packed(texts, tokenizer, context, first)
+        return _hashed(_packed(texts, tokenizer, context, first, vocabulary))
     split = getattr(tokenizer, "split_special_tokens", False)  # the one setting that the backend does not spell out
     digest = hashlib.sha256(f"{context} {first} {tokenizer.eos_token_id} {split} {backend.to_str()}".encode())
     for text in texts:
@@ -177,33 +253,77 @@ def _packed_once(
     packed = None
     try:
         file = token_folder() / f"tokens-{digest.hexdigest()[:32]}.int32"
-        if not file.is_file() or file.stat().st_size == 0 or file.stat().st_size % (4 * context):
-            packed = _packed(texts, tokenizer, context, first)
-            _write(packed, file)
-        return np.memmap(file, np.int32, "r").reshape(-1, context)
+        kept = _kept(file, context, vocabulary)
+        if kept is None:
+            packed = _packed(texts, tokenizer, context, first, vocabulary)
+            kept = _write(packed, file)
+        return kept
     except (OSError, RuntimeError):  # nowhere to write, or no home: the run goes on from memory
-        return _packed(texts, tokenizer, context, first) if packed is None else packed
+        return _hashed(_packed(texts, tokenizer, context, first, vocabulary) if packed is None else packed)
 
 
-def _write(packed: Int[np.ndarray, "contexts context"], file: Path) -> None:
-    """Write a file that appears whole or not at all."""
+def _hashed(rows: Int[np.ndarray, "contexts context"]) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
+    return rows, hashlib.sha256(rows.data).digest()
+
+
+def _kept(file: Path, context: int, vocabulary: int | None) -> tuple[Int[np.ndarray, "contexts context"], bytes] | None:
+    """Return the contexts in a file and their SHA-256; ``None`` where there is no file, or not what was written."""
+    size = file.stat().st_size - SEAL_BYTES if file.is_file() else 0
+    if size <= 0 or size % (4 * context):
+        return None
+    with file.open("rb") as handle:
+        handle.seek(size)
+        seal = handle.read()
+    rows = np.memmap(file, np.int32, "r", shape=(size // (4 * context), context))
+    digest = hashlib.sha256(rows.data).digest()
+    return (rows, digest) if seal == _seal(file, digest) and _known(rows, vocabulary) else None
+
+
+def _seal(file: Path, digest: bytes) -> bytes:
+    return hashlib.sha256(file.name.encode() + digest).digest()
+
+
+def _known(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> bool:
+    """Whether all are ids of a vocabulary of that size."""
+    return int(ids.min()) >= 0 and (vocabulary is None or int(ids.max()) < vocabulary)
+
+
+def _check_ids(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> None:
+    if not _known(ids, vocabulary):
+        raise MxdError(
+            f"the tokenizer makes of the text ids from {ids.min()} to {ids.max()}, and the model knows 0 ... "
+            f"{(vocabulary or 0) - 1}; give the model with the tokenizer that it was trained with."
+        )
+
+
+def _write(
+    packed: Int[np.ndarray, "contexts context"], file: Path
+) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
+    """Write a file that appears whole or not at all, and return what ``_kept`` would."""
+    digest = hashlib.sha256(packed.data).digest()
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.stem}.{uuid4().hex[:8]}")
     try:
         with partial.open("wb") as handle:
             packed.tofile(handle)
+            handle.write(_seal(file, digest))
+            handle.flush()
             os.fsync(handle.fileno())
         partial.replace(file)
+        return np.memmap(file, np.int32, "r", shape=packed.shape), digest
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _packed(texts: list[str], tokenizer: Any, context: int, first: int | None) -> Int[np.ndarray, "contexts context"]:
+def _packed(
+    texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
+) -> Int[np.ndarray, "contexts context"]:
     packed = np.array(list(_pack(texts, tokenizer, context, first)), dtype=np.int32)
     if len(packed) == 0:
         raise MxdError(
             f"the text holds less than one context of {context} tokens; give more text or a shorter context."
         )
+    _check_ids(packed, vocabulary)
     return packed
 
 
@@ -224,12 +344,18 @@ def _pack(texts: Iterable[str], tokenizer: Any, context: int, first: int | None)
         pending = pending[whole * room :]
 
 
-def _local(path: Path, split: str, column: str) -> Iterator[str]:
+def _local_files(path: Path, split: str) -> tuple[list[Path], bool]:
+    """Return the files that a split is read from, and whether they are that split's alone."""
     files = sorted(f for f in path.iterdir() if f.suffix in LOCAL_SUFFIXES) if path.is_dir() else [path]
+    named = [f for f in files if f.stem == split]
+    return named or files, bool(named)
+
+
+def _local(path: Path, split: str, column: str) -> Iterator[str]:
+    files, named = _local_files(path, split)
     if not files or any(f.suffix not in LOCAL_SUFFIXES for f in files):
         raise MxdError(f"no text in {str(path)!r}; expected a file or a folder of {', '.join(LOCAL_SUFFIXES)}.")
-    named = [f for f in files if f.stem == split]
-    texts = (text for file in named or files for text in _read_file(file, column))
+    texts = (text for file in files for text in _read_file(file, column))
     if not named:
         if split not in SPLITS:
             raise unknown("split", split, SPLITS)

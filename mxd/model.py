@@ -5,9 +5,11 @@ The site is the block's ``mlp`` module of the unmodified Hugging Face model: its
 """
 
 import hashlib
+import json
 import os
+import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +32,11 @@ from mxd.vetting import Held, Place, bounded, find_weights, read_config
 BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
 """What a base model's activations are in. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
+_BESIDE = re.compile(
+    r"_name_or_path|architectures|transformers_version|(torch_)?dtype|quantization_config|use_cache|return_dict|"
+    r"problem_type|id2label|label2id|output_.*|summary_.*|.*_token_id|.*drop.*|initializer_range"
+)
+"""Settings of a model that no activation depends on. Nor are those counted that are off: later versions add such."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +169,25 @@ class FrozenModel:
         into another model or another layer is noticed whatever the model is called.
         """
         digest = hashlib.sha256()
-        for parameter in self.mlp(layer).parameters():
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 65536)].to("cpu", torch.bfloat16)
-            digest.update(str(tuple(parameter.shape)).encode())
-            digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+        _sample(digest, self.mlp(layer).parameters())
         return digest.hexdigest()[:16]
+
+    def base_fingerprint(self) -> str:
+        """Return a short hash of the whole model: its settings, and all its weights as ``fingerprint`` samples them.
+
+        Whatever changes what the model computes changes it: embeddings, norms, any block, the base of its rotary
+        embedding. Where it was loaded from, and in which dtype, does not. A TransformerLens bridge, which splits the
+        weights of attention, has another.
+        """
+        settings = {k: v for k, v in self.config.to_dict().items() if v and not _BESIDE.fullmatch(k)}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        _sample(digest, self.module.parameters())
+        return digest.hexdigest()[:16]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids it has embeddings for."""
+        return len(cast(Any, self.module).get_input_embeddings().weight)
 
     @torch.no_grad()
     def logits(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
@@ -243,6 +263,15 @@ class FrozenModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _sample(digest: Any, parameters: Iterable[Tensor]) -> None:
+    """Add shapes and samples of some weights to a hash."""
+    for parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 65536)].to("cpu", torch.bfloat16)
+        digest.update(str(tuple(parameter.shape)).encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
 
 
 class _StopForward(Exception):

@@ -153,6 +153,26 @@ def _check_numbers(value: Any) -> None:
             _check_numbers(each)
 
 
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """Say in which places two pieces of plain data differ.
+
+    >>> differences({"seed": 0, "data": {"bos": True}}, {"seed": 1, "data": {"bos": True}})
+    ['seed was 0, is 1']
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(key, before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [f"{where} was {_short(before)}, is {_short(now)}"]
+    return [found for key, a, b in pairs for found in differences(a, b, f"{where}.{key}".lstrip("."))]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def sayable(text: str) -> str:
     """Return a text with ``?`` for half characters (lone surrogates), which JSON can hold and no UTF-8 can."""
     try:

@@ -1,5 +1,6 @@
 """The state of a run under way, on disk: written whole or not at all; the newest good one is found again.
 
+run_id                                 which run the folder is of; its states name it
 state/step-000001000/NAME.safetensors  one part of it: weights, moments and counters of one replacement
 state/step-000001000/state.json        everything else
 state/step-000001000/manifest.json     size and SHA-256 of each of those files
@@ -11,19 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.checkpoint import clear_partials, partial_name, publish, read_json, settle, write_json, writing
+from mxd.activations import MOST_USELESS, Cursor
+from mxd.checkpoint import atomic_file, clear_partials, partial_name, publish, settle, write_json, writing
 from mxd.distributed import ALONE, Processes
 from mxd.errors import MxdError
-from mxd.plain import file_sha256, regular
+from mxd.plain import file_sha256, parse_json, read_text, regular
 from mxd.progress import console
 
-FORMAT = 2
+FORMAT = 3
+RUN_FILE = "run_id"
+
+HASH = r"^[0-9a-f]{32}$"
 
 
 class Written(BaseModel):
@@ -31,7 +37,7 @@ class Written(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int
+    bytes: NonNegativeInt
     sha256: str
 
 
@@ -40,8 +46,44 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], Written]
+
+
+class Info(BaseModel):
+    """What ``state.json`` holds: everything but tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[3] = 3
+    run_id: str = Field(pattern=HASH)
+    """The run that it is of."""
+    step: PositiveInt
+    """The last finished step."""
+    tokens: PositiveInt
+    """Trained on, up to there."""
+    origin: dict[str, Any]
+    """All that the run's numbers follow from, but its text: config, base model, cache."""
+    cursor: Cursor
+    """Where the next batch is, and the hash of the text up to there."""
+    counted: dict[str, NonNegativeInt]
+    """Replacement -> tokens counted since the last line of metrics."""
+    metrics_bytes: NonNegativeInt
+    """The size of ``metrics.jsonl``."""
+    reported: dict[str, dict[str, float]]
+    """Replacement -> its last line of metrics."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Info":
+        place = self.cursor
+        for name, value in {"context": place.context, "offset": place.offset, "batch": place.batch}.items():
+            if not 0 <= value <= (MOST_USELESS + 1) * self.tokens:
+                raise ValueError(f"cursor.{name} = {value} cannot be after {self.tokens} tokens")
+        if not re.fullmatch(HASH, place.text):
+            raise ValueError(f"cursor.text = {place.text[:40]!r} is not a hash of a text")
+        if max(self.counted.values(), default=0) > self.tokens:
+            raise ValueError(f"counted is more than {self.tokens} tokens")
+        return self
 
 
 @dataclass(frozen=True)
@@ -49,9 +91,12 @@ class State:
     """A state on disk whose files were found to be whole."""
 
     folder: Path
-    step: int
-    info: dict[str, Any]
-    parts: tuple[str, ...]
+    info: Info
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What has tensors: every replacement of the run."""
+        return tuple(self.info.counted)
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Read one part, into memory of its own: the file goes while training goes on.
@@ -70,9 +115,8 @@ class State:
 
 def save_state(
     folder: Path,
-    step: int,
     parts: Mapping[str, Mapping[str, Tensor]],
-    info: Mapping[str, Any],
+    info: Info,
     processes: Processes = ALONE,
     keep: int = 2,
 ) -> Path:
@@ -80,16 +124,16 @@ def save_state(
 
     Args:
         folder: holds the run's states; all processes see the same.
-        step: the last finished step.
-        parts: name -> tensors, of this process; no other process gives a part of that name.
-        info: everything else, as JSON; the first process's counts.
+        parts: name -> tensors, of this process; no other process gives a part of that name. Together they give those
+            that ``info.counted`` names.
+        info: everything else; the first process's counts.
         processes: all that write the state; each of them calls this.
         keep: states to keep, this one included.
 
     Raises:
         MxdError: some process cannot write; the states before are as they were.
     """
-    target = folder / f"step-{step:09d}"
+    target = folder / f"step-{info.step:09d}"
     partial = processes.gather(partial_name(target))[0]
     try:
         with processes.together(), writing(target):
@@ -98,11 +142,11 @@ def save_state(
         with processes.together(), writing(target):
             own = {f"{name}.safetensors": _write_part(partial, name, tensors) for name, tensors in parts.items()}
         given = [item for files in processes.gather(own) for item in files.items()]
-        if len(given) > len(dict(given)):
-            raise ValueError(f"a part is given twice: {sorted(name for name, _ in given)}")
+        if sorted(name for name, _ in given) != sorted(f"{name}.safetensors" for name in info.counted):
+            raise ValueError(f"each part must be given once: {sorted(name for name, _ in given)}")
         with processes.together(), writing(target):
             if processes.first:
-                write_json(partial / "state.json", {"format": FORMAT, "step": step, **info})
+                write_json(partial / "state.json", info.model_dump())
                 files = dict(given) | {"state.json": _settled(partial / "state.json")}
                 write_json(partial / "manifest.json", Manifest(files=files).model_dump())
                 settle(partial / "manifest.json")
@@ -144,7 +188,7 @@ def _newest_whole(folder: Path) -> State | None:
         for damaged, problem in problems.items():
             console.print(
                 f"{damaged} is damaged and skipped: {problem}; it is kept as {_set_aside(damaged).name}. "
-                f"Continuing from step {state.step:,}.",
+                f"Continuing from step {state.info.step:,}.",
                 soft_wrap=True,
                 markup=False,
             )
@@ -158,7 +202,7 @@ def _newest_whole(folder: Path) -> State | None:
     return None
 
 
-class _Damaged(Exception):
+class _Damaged(MxdError):
     """A state is not what was written."""
 
 
@@ -166,25 +210,80 @@ def _whole(place: Path) -> State:
     """Check every file of a state against its manifest.
 
     Raises:
-        _Damaged: a file is missing, or not what was written.
-        MxdError: the state is of an older format, which had no manifest.
+        _Damaged: a file is missing, not what was written, or says what cannot be.
+        MxdError: the state is of an older format.
     """
-    if not (place / "manifest.json").exists() and (place / "state.safetensors").exists():
+    if _is_older(place):
         raise MxdError(
-            f"{place} was saved by an earlier version of mxd (format 1, expected {FORMAT}); finish the run with that "
-            "version, or start anew under another name with --run NAME."
+            f"{place} was saved by an earlier version of mxd, whose states do not say which text and base model they "
+            f"are of (format {FORMAT} does); finish the run with that version, or start anew under another name with "
+            "--run NAME."
         )
+    name = "manifest.json"
     try:
-        manifest = Manifest.model_validate_json(regular(place / "manifest.json").read_bytes())
-        for name, written in manifest.files.items():
-            _compare(place / name, written)
-        info = read_json(place / "state.json")
-        parts = tuple(name.removesuffix(".safetensors") for name in manifest.files if name.endswith(".safetensors"))
-        return State(place, info["step"], info, parts)
+        manifest = Manifest.model_validate_json(regular(place / name).read_bytes(), strict=True)
+        for file, written in manifest.files.items():
+            _compare(place / file, written)
+        name = "state.json"
+        info = Info.model_validate_json(regular(place / name).read_bytes(), strict=True)
     except OSError as error:
         raise _Damaged(f"{Path(error.filename or place).name}: {error.strerror}") from error
-    except (ValidationError, MxdError, LookupError, TypeError) as error:
-        raise _Damaged("its manifest.json or state.json is not one") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        problem = first["msg"].removeprefix("Value error, ")
+        raise _Damaged(f"{name}: {where}: {problem}" if where else f"{name}: {problem}") from error
+    expected = {"state.json", *(f"{part}.safetensors" for part in info.counted)}
+    if manifest.files.keys() != expected:
+        odd = ", ".join(sorted(manifest.files.keys() ^ expected))
+        raise _Damaged(f"its manifest.json and its state.json disagree on {odd}")
+    if place.name != f"step-{info.step:09d}":
+        raise _Damaged(f"its state.json is that of step {info.step:,}")
+    return State(place, info)
+
+
+def _is_older(place: Path) -> bool:
+    """Whether a state is of an older format, as all of it says: in a damaged one, one file may look so."""
+    if not (place / "manifest.json").exists():
+        return (place / "state.safetensors").exists()
+    said = []
+    for name in ("manifest.json", "state.json"):
+        try:
+            found = parse_json(regular(place / name).read_bytes())
+            said.append(found.get("format") if isinstance(found, dict) else None)
+        except (OSError, ValueError):
+            said.append(None)
+    return said[0] == said[1] == 2
+
+
+def new_run(folder: Path) -> str:
+    """Draw a name for the run that begins in a folder, and write it there.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    run_id = uuid4().hex
+    with atomic_file(folder / RUN_FILE) as file:
+        file.write_text(f"{run_id}\n", encoding="utf-8")
+    return run_id
+
+
+def run_of(folder: Path) -> str | None:
+    """Return the run that a folder is of, or ``None`` where nothing says it.
+
+    Raises:
+        MxdError: what says it cannot be read.
+    """
+    file = folder / RUN_FILE
+    try:
+        run_id = read_text(file, most=100).strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        run_id = ""
+    if not re.fullmatch(HASH, run_id):
+        raise MxdError(f"{file} does not name a run; put back the one that was there when the run began.")
+    return run_id
 
 
 def _compare(file: Path, written: Written) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead
+from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_text
 from mxd.cache import (
     Dtype,
     cache_bytes,
+    cache_hash,
     cached_batches,
     cached_tokens,
     check_cache,
@@ -17,8 +18,8 @@ from mxd.cache import (
     mixed_batches,
     write_cache,
 )
-from mxd.config import RunConfig, recorded
-from mxd.data import documents, special_ids, token_blocks
+from mxd.config import RunConfig, plain_config, recorded
+from mxd.data import documents, special_ids, text_hash, token_blocks
 from mxd.distributed import ALONE, Processes, launched, local_device
 from mxd.errors import MxdError, typed
 from mxd.model import FrozenModel, load_frozen
@@ -26,6 +27,8 @@ from mxd.store import Location
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """What a stream's order is drawn from, beyond what it is of."""
+
+BASE = "base model (hash of its settings and all its weights)"
 
 
 def activation_stream(
@@ -45,7 +48,8 @@ def activation_stream(
         shares: what each of them takes of every batch; by default everything.
 
     Raises:
-        MxdError: no text, no tokenizer, or a cache of something else or with too few tokens.
+        MxdError: no text, no tokenizer, a cache of something else or with too few tokens, or another text than the one
+            that was read up to ``start``: at once, or of a streamed text when it is read again.
     """
     shares = shares or [Share(config.layers)] * processes.world
     if config.data.cache is not None:
@@ -100,7 +104,9 @@ def _live(
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed)
+    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
+    if start is not None and start.text and isinstance(texts, list):
+        check_text(start.text, blocks.digest(start.context))
     contexts = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
@@ -116,6 +122,7 @@ def _live(
         processes=processes,
         shares=shares,
         mine=mine,
+        digest=blocks.digest,
     )
 
 
@@ -172,9 +179,15 @@ def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Ten
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
 
 
-def fingerprints(config: RunConfig, base: FrozenModel) -> dict[str, str]:
-    """Return block -> hash of its MLP, for the blocks of a run."""
-    return {str(number): base.fingerprint(number) for number in config.layers}
+def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
+    """Return all that a run's layers follow from but its text, which places in it name: equal origins, equal layers."""
+    return {
+        **plain_config(config),
+        BASE: base.base_fingerprint(),
+        "dtype of the base model": base.dtype,
+        "masked tokens": masked_ids_of(config, base),
+        "activation cache (hash of its cache.json)": cache_hash(config.data.cache) if config.data.cache else None,
+    }
 
 
 def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
@@ -182,6 +195,7 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     return {
         "site": "mlp",
         "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "mask_special"}),
+        "text": text_hash(config.data.source, config.data.split),
         "masked_ids": masked_ids_of(config, base),
         "bos_id": bos_id_of(config, base),
         "seed": config.seed,
@@ -189,5 +203,6 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         "buffer_tokens": config.training.buffer_tokens,
         "revision": base.revision,
         "model_dtype": base.dtype,
-        "fingerprints": fingerprints(config, base),
+        "model": base.base_fingerprint(),
+        "fingerprints": {str(number): base.fingerprint(number) for number in config.layers},
     }

@@ -12,13 +12,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from mxd.activations import Batch, Cursor
 from mxd.checkpoint import (
@@ -32,18 +32,19 @@ from mxd.checkpoint import (
     versions,
     writing,
 )
-from mxd.config import RunConfig, dump_config, recorded
+from mxd.config import RunConfig, config_hash, dump_config, load_config, plain_config, recorded
 from mxd.distributed import Processes, launched
 from mxd.errors import MxdError, SharedError, typed
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import ReplacementLayer
 from mxd.lock import LOCK_FILE, locked
 from mxd.model import FrozenModel
+from mxd.plain import differences
 from mxd.plan import as_recorded, prepare
 from mxd.progress import console, progress
-from mxd.state import State, load_state, save_state
+from mxd.state import RUN_FILE, Info, State, load_state, new_run, run_of, save_state
 from mxd.stop import Interrupted, Stop, Stopped, stop_signal
-from mxd.stream import activation_stream, bos_activations, fingerprints, load_base, masked_ids_of
+from mxd.stream import BASE, activation_stream, bos_activations, load_base, masked_ids_of, origin
 
 T = TypeVar("T")
 
@@ -60,8 +61,8 @@ def train(
 
     Args:
         config: the run.
-        resume: continue an interrupted run; it ends exactly as if it had not been interrupted. The number of
-            processes may be another than before.
+        resume: continue an interrupted run; it ends exactly as if it had not been interrupted, and does not begin where
+            config, text, base model, cache or state are others. The number of processes may be another than before.
         model: a loaded base model, used in place of ``config.model.source``.
         groups: groups of processes, each of which trains replacements of its own (``divide``).
         shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
@@ -105,19 +106,14 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
         for name, (number, layer) in plans.items()
         if name in division.groups[own]
     ]
-    run = _Run(config, base, plans, jobs, accelerator, processes, group, shard)
+    with processes.together():
+        run = _Run(config, base, plans, jobs, accelerator, processes, group, shard)
     state = load_state(config.folder / "state", processes) if resume else None
     if state is not None:
         run.restore(state)
-    elif resume:  # killed before its first saved state: what it reported will be reported again
-        with processes.together(), writing(run.metrics):
-            if processes.first:
-                run.metrics.unlink(missing_ok=True)
-    stream = activation_stream(config, base, run.cursor, processes, division.shares)
     with processes.together():
-        if processes.first and not resume:
-            with atomic_file(config.folder / "config.yaml") as file:
-                file.write_text(dump_config(config), encoding="utf-8")
+        stream = activation_stream(config, base, run.cursor, processes, division.shares)
+    run.begin(state, resume)
     with _products(config.training.tf32), _repeatable(config.training.deterministic):
         run.loop(stream)
     return config.folder
@@ -140,6 +136,7 @@ class _Run:
         self.config, self.base, self.names, self.jobs, self.accelerator = config, base, list(names), jobs, accelerator
         self.processes, self.group = processes, group
         self.shard = shard and group.many
+        self.origin, self.run_id = origin(config, base), ""
         self.step = self.saved = 0
         self.cursor = Cursor()
         self.metrics = config.folder / "metrics.jsonl"
@@ -150,6 +147,22 @@ class _Run:
     def seen(self) -> int:
         """Tokens trained on."""
         return self.step * self.config.training.batch_tokens
+
+    def begin(self, state: State | None, resume: bool) -> None:
+        """Write which run this folder is of; where it goes on, forget the metrics that will come again."""
+        with self.processes.together():
+            if self.processes.first:
+                folder = self.config.folder
+                self.run_id = (run_of(folder) if resume else None) or new_run(folder)
+                if not resume:
+                    with atomic_file(folder / "config.yaml") as file:
+                        file.write_text(dump_config(self.config), encoding="utf-8")
+                elif state is not None:
+                    self.cut_metrics(state.info.metrics_bytes)
+                else:  # killed before its first saved state
+                    with writing(self.metrics):
+                        self.metrics.unlink(missing_ok=True)
+        self.run_id = self.processes.gather(self.run_id)[0]
 
     def loop(self, stream: Iterator[Batch]) -> None:
         training = self.config.training
@@ -230,10 +243,21 @@ class _Run:
         with self.processes.together():
             for job in self.jobs:
                 if not math.isfinite(float(job.stats.sums["loss"])):
-                    raise MxdError(
-                        f"{job.name} diverged before step {self.step:,}: its loss is not finite. The last saved state "
-                        "is from before; in a new run lower training.lr, set training.clip_norm or leave this one out."
-                    )
+                    raise self.diverged(job.name, "its loss")
+
+    def check_finite(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse to write tensors that hold a NaN or an infinity."""
+        for key, tensor in tensors.items():
+            extremes = torch.stack(torch.aminmax(tensor)) if tensor.is_floating_point() and tensor.numel() else None
+            if extremes is not None and not extremes.isfinite().all():  # 30 times as fast as to look at each number
+                raise self.diverged(name, key)
+
+    def diverged(self, name: str, what: str) -> MxdError:
+        good = f"the last good state, state/step-{self.saved:09d}, stays" if self.saved else "there is no earlier state"
+        return MxdError(
+            f"{name} diverged before step {self.step:,}: {what} is not finite. Nothing of that is saved; {good}. In a "
+            "new run lower training.lr, set training.clip_norm or leave this one out."
+        )
 
     def of_all(self, own: dict[str, T]) -> dict[str, T]:
         """Return name -> value for all replacements; each group's first process gives those of its own."""
@@ -280,27 +304,28 @@ class _Run:
             settle(self.metrics)
         for job in self.jobs:
             job.stats.merge(self.group)
-        info = {
-            "cursor": asdict(self.cursor),
-            "counted": self.of_all({job.name: job.stats.tokens for job in self.jobs}),
-            "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
-            "reported": self.reported,
-            "fingerprints": fingerprints(self.config, self.base),
-        }
-        parts = {job.name: job.tensors() for job in self.jobs}
-        keep = self.config.training.keep_states
-        save_state(
-            self.config.folder / "state", self.step, parts if self.group.first else {}, info, self.processes, keep
+        info = Info(
+            run_id=self.run_id,
+            step=self.step,
+            tokens=self.seen,
+            origin=self.origin,
+            cursor=self.cursor,
+            counted=self.of_all({job.name: job.stats.tokens for job in self.jobs}),
+            metrics_bytes=self.metrics.stat().st_size if self.metrics.exists() else 0,
+            reported=self.reported,
         )
+        parts = {job.name: job.tensors() for job in self.jobs}
+        with self.processes.together():
+            for name, tensors in parts.items():
+                self.check_finite(name, tensors)
+        keep = self.config.training.keep_states
+        save_state(self.config.folder / "state", parts if self.group.first else {}, info, self.processes, keep)
         self.saved = self.step
 
     def restore(self, state: State) -> None:
         info = state.info
-        if info["fingerprints"] != fingerprints(self.config, self.base):
-            raise MxdError(
-                f"{self.config.folder} was trained on another base model than "
-                f"{self.base.source!r}; resume with that one."
-            )
+        with self.processes.together():
+            self.check_own(state)
         for job in self.jobs:
             if self.shard:
                 job.shard()
@@ -308,13 +333,30 @@ class _Run:
             expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in job.tensors().items()}
             fit_tensors(expected, tensors, f"{state.folder}/{job.name}")
             job.restore(tensors)
-            job.stats.tokens = info["counted"][job.name]
+            job.stats.tokens = info.counted[job.name]
             if not self.group.first:
                 job.stats.clear()
-        self.step, self.cursor, self.reported = state.step, Cursor(**info["cursor"]), info["reported"]
+        self.step, self.cursor, self.reported = info.step, info.cursor, info.reported
         self.saved = self.step
-        if self.processes.first:
-            self.cut_metrics(info["metrics_bytes"])
+
+    def check_own(self, state: State) -> None:
+        """Refuse a state of another run, and one of this run from before something was changed."""
+        folder, own = self.config.folder, run_of(self.config.folder)
+        if own != state.info.run_id:
+            raise MxdError(
+                f"{state.folder} is a state of another run: it is of {state.info.run_id}, and {folder / RUN_FILE} "
+                + (f"names {own}. " if own else "is missing. ")
+                + "Put back this run's own, or start anew under another name with --run NAME."
+            )
+        changed = differences(state.info.origin, self.origin)
+        step, training = state.info.step, self.config.training
+        if state.info.tokens != step * training.batch_tokens or step > training.steps:
+            changed.append(f"step {step:,} of {training.steps:,} cannot be after {state.info.tokens:,} tokens")
+        if changed:
+            raise MxdError(
+                f"{folder} cannot go on as it began: {'; '.join(changed)}. Put that back, or start anew under another "
+                "name with --run NAME."
+            )
 
     def cut_metrics(self, size: int) -> None:
         """Forget lines written after the state was saved: they will be written again."""
@@ -329,6 +371,7 @@ class _Run:
         with self.processes.together():
             for job in self.jobs:
                 layer = job.trained()
+                self.check_finite(job.name, layer.state_dict())
                 if self.group.first:
                     self.write_layer(job, layer)
 
@@ -339,12 +382,15 @@ class _Run:
             revision=self.base.revision,
             layer=job.number,
             fingerprint=self.base.fingerprint(job.number),
+            base_fingerprint=self.origin[BASE],
             model_dtype=self.base.dtype,
             masked_ids=tuple(masked_ids_of(config, self.base)),
             data=config.data.model_dump(),
+            text_hash=self.cursor.text,
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
             tokens=self.seen,
             seed=config.seed,
+            config_hash=config_hash(config),
             versions=versions(),
         )
         save_layer(config.folder / job.name, layer, provenance, {"training": self.reported.get(job.name, {})})
@@ -393,16 +439,17 @@ def _claim(config: RunConfig, resume: bool) -> None:
     """Refuse to mix two runs in one folder."""
     folder = config.folder
     existing = folder / "config.yaml"
-    held = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", LOCK_FILE}
+    held = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
     if held and not resume:
         raise MxdError(
             f"{folder} already holds a run. Continue it with --resume, or choose another name with --run NAME."
         )
     if resume and not existing.exists():
         raise MxdError(f"nothing to resume in {folder}: there is no config.yaml. Start without --resume.")
-    if resume and existing.read_text(encoding="utf-8") != dump_config(config):
+    changed = differences(plain_config(load_config(existing)), plain_config(config)) if resume else []
+    if changed:
         raise MxdError(
-            f"{existing} differs from this config, so the run cannot continue as it was. "
+            f"{existing} differs from this config, so the run cannot continue as it was: {'; '.join(changed)}. "
             f"Resume with: mxd train {typed(existing)} --resume"
         )
     clear_partials(folder)

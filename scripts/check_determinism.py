@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-TIMED = {"seconds", "tokens_per_second", "out"}
-"""Fields that say how long something took, and the run's folder."""
+TIMED = {"seconds", "tokens_per_second", "out", "run_id"}
+"""Fields that say how long something took, the run's folder, and its name."""
 
 RUN: dict[str, Any] = {
     "run": "twice",

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from mxd.activations import Cursor, Share, activation_batches
 from mxd.cache import (
+    _seal,
     cache_bytes,
     cached_batches,
     cached_tokens,
@@ -439,7 +440,7 @@ def test_a_cache_of_something_else_is_refused_and_untouched(cache, changed, mess
 
 
 def test_all_differences_are_named_at_once(cache):
-    with pytest.raises(MxdError, match=r"seed: 0, asked for 7\n.*it has layers 0, 2, asked for 1\n.*asked for 5"):
+    with pytest.raises(MxdError, match=r"seed: 0, asked for 7; it has layers 0, 2, asked for 1; .*asked for 5"):
         check_cache(cache, {**IDENTITY, "seed": 7, "fingerprints": {"1": "xx", "2": "bb", "5": "yy"}})
 
 
@@ -462,13 +463,13 @@ def test_a_cache_that_holds_nothing_yet_may_become_another(tmp_path):
         check_cache(tmp_path / "c", identity)
 
 
-@pytest.mark.parametrize("held", [1, 3, None])
+@pytest.mark.parametrize("held", [1, 2, 4, None])
 def test_another_format_is_refused_and_untouched(cache, held):
     said = json.loads((cache / "cache.json").read_text())
     (cache / "cache.json").write_text(json.dumps({**said, "format": held}))
     before = contents(cache)
     for function in (lambda: check_cache(cache, IDENTITY), lambda: claim_cache(cache, IDENTITY, SIZE)):
-        with pytest.raises(MxdError, match=rf"format {held}, this mxd reads and writes 2; delete it and write it anew"):
+        with pytest.raises(MxdError, match=rf"format {held}, this mxd reads and writes 3; delete it and write it anew"):
             function()
     assert contents(cache) == before
 
@@ -1058,6 +1059,98 @@ def test_caching_goes_on_where_it_stopped(tmp_path, gpt2, text, cached):
     assert contents(folder) == contents(cached)
 
 
+@pytest.fixture
+def own_text(tmp_path, text):
+    """A copy of the texts that a test may change."""
+    return shutil.copytree(text, tmp_path / "text")
+
+
+def another(text, change):
+    """Change a text's lines."""
+    lines = (text / "a.jsonl").read_text().split("\n")
+    (text / "a.jsonl").write_text("\n".join(change(lines)))
+
+
+CHANGES = {
+    "appended": lambda lines: [*lines, json.dumps({"text": "One more line."})],
+    "reordered": lambda lines: lines[::-1],
+    "a word": lambda lines: [line.replace("followed", "preceded") for line in lines],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_cache_of_another_text_is_neither_read_nor_repaired_nor_grown(tmp_path, gpt2, own_text, change):
+    folder = tmp_path / "cache"
+    cache_activations(run(tmp_path, own_text), folder, gpt2)
+    another(own_text, change)
+    lose("json", "safetensors")(folder, 3)
+    before = contents(folder)
+    message = r"holds something else: its text, by the hash of its files: '\w{32}', asked for '\w{32}'\. Put back"
+    for tokens in (640, 1280):
+        with pytest.raises(MxdError, match=message):
+            cache_activations(run(tmp_path, own_text, training={"tokens": tokens}), folder, gpt2)
+    for fields in ({}, {"data": {"mix_shards": 2}}):
+        with pytest.raises(MxdError, match=message):
+            train(run(tmp_path, own_text, folder, **fields), model=gpt2)
+    assert contents(folder) == before
+
+
+def test_a_cache_is_read_where_its_text_is_not(tmp_path, gpt2, own_text, text):
+    folder = tmp_path / "cache"
+    cache_activations(run(tmp_path, own_text), folder, gpt2)
+    shutil.rmtree(own_text)
+    assert train(run(tmp_path, own_text, folder), model=gpt2).is_dir()
+
+
+@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_text_that_has_no_files_is_known_by_its_token_ids(
+    tmp_path, gpt2, own_text, monkeypatch, number, streamed, change
+):
+    """As one of the Hub: a lost shard is not written from another text, nor more after it."""
+    stream = importlib.import_module("mxd.stream")
+    real, folder = stream.documents, tmp_path / "cache"
+    monkeypatch.setattr(stream, "text_hash", lambda *args: None)
+    if streamed:
+        monkeypatch.setattr(stream, "documents", lambda *args: iter(real(*args)))
+    config = run(tmp_path, own_text)
+    cache_activations(config, folder, gpt2)
+    whole = contents(folder)
+    lose("json", "safetensors")(folder, number)
+    before = contents(folder)
+    good = (own_text / "a.jsonl").read_text()
+    another(own_text, change)
+    if streamed and change is CHANGES["appended"]:  # of a stream, what comes later is not of the cache
+        cache_activations(config, folder, gpt2)
+    else:
+        with pytest.raises(MxdError, match=r"the text, or its tokenizer, is not what it was|the text is another than"):
+            cache_activations(config, folder, gpt2)
+        assert contents(folder) == before
+        (own_text / "a.jsonl").write_text(good)
+        cache_activations(config, folder, gpt2)
+    assert contents(folder) == whole
+
+
+def test_a_shard_repaired_for_fewer_tokens_is_written_whole(tmp_path, gpt2, text, cached):
+    folder = shutil.copytree(cached, tmp_path / "cache")
+    lose("safetensors")(folder, 2)
+    cache_activations(run(tmp_path, text, training={"tokens": 64 * 4}), folder, gpt2)
+    assert contents(folder) == contents(cached)
+
+
+def test_shards_that_are_there_and_do_not_meet_are_not_done(cache):
+    """As two writers leave them that began at the same moment with two texts."""
+    file = shard(cache, 4, "json")
+    said = json.loads(file.read_text())
+    del said["seal"]
+    said["start"]["text"] = "a" * 32
+    said["seal"] = _seal(json.loads((cache / "cache.json").read_text()), said)
+    file.write_text(json.dumps(said))
+    with pytest.raises(MxdError, match=r"shard-000004 begins at .*, and the shard before it ends at .* has changed"):
+        write(cache, nothing)
+
+
 def test_caching_asks_for_room_for_all_its_layers_and_tokens(tmp_path, gpt2, text, monkeypatch):
     need = 640 * (8 + 2 * 2 * 32 * 4)
     free(monkeypatch, need - 1)
@@ -1102,7 +1195,7 @@ def test_a_run_refuses_a_cache_of_something_else(tmp_path, gpt2, text, cached, f
 
 
 def test_a_run_refuses_the_cache_of_another_base_model(tmp_path, text, cached, other_gpt2, build_model, tokenizer):
-    with pytest.raises(MxdError, match=r"layer 0 is of another base model .*\n.*layer 2 is of another base model"):
+    with pytest.raises(MxdError, match=r"layer 0 is of another base model .*; layer 2 is of another base model"):
         train(run(tmp_path, text, cached), model=other_gpt2)
     half = load_frozen(build_model("gpt2").to(torch.bfloat16), tokenizer=tokenizer)
     with pytest.raises(MxdError, match="model_dtype: 'float32', asked for 'bfloat16'"):

@@ -2,9 +2,11 @@
 
 import copy
 import errno
+import hashlib
 import json
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import pytest
 from damage import flipped
 from datasets import Dataset, load_dataset
 
-from mxd.data import documents, mask_of, special_ids, token_blocks, token_folder
+from mxd import data
+from mxd.data import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
 from mxd.errors import MxdError
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
 from mxd.model import BUNDLED, bundled, bundled_path, load_frozen, outline
@@ -227,11 +230,114 @@ def test_other_contexts_have_another_file(tokenizer, folder, change):
 def test_a_damaged_file_is_written_anew(tokenizer, folder):
     expected = packed(SENTENCES, tokenizer)
     (file,) = folder.iterdir()
-    for damaged in (b"", file.read_bytes()[:-4], b"123"):
+    good = file.read_bytes()
+    assert len(good) == 16 * len(expected) + 32
+    flipped = [good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :] for place in (0, 4000, len(good) - 1)]
+    for damaged in (b"", good[:-4], b"123", good[: len(good) // 2], good[32:], good[:-32], bytes(len(good)), *flipped):
         file.write_bytes(damaged)
         assert packed(SENTENCES, tokenizer) == expected
-        assert len(file.read_bytes()) == 16 * len(expected)
+        assert file.read_bytes() == good
     assert len(kept(folder)) == 1
+
+
+def test_the_file_of_another_text_under_this_ones_name_is_written_anew(tokenizer, folder):
+    expected = packed(SENTENCES, tokenizer)
+    (file,) = folder.iterdir()
+    packed(SENTENCES[::-1], tokenizer)
+    (other,) = set(folder.iterdir()) - {file}
+    assert other.stat().st_size == file.stat().st_size
+    file.write_bytes(other.read_bytes())
+    assert packed(SENTENCES, tokenizer) == expected
+
+
+def test_ids_that_the_model_does_not_know_are_refused_and_never_read(tokenizer, folder):
+    """From the tokenizer of another model, and from a file that was sealed with them."""
+    texts = ["abc", "de", "fg"]
+    for tokens in (texts, iter(texts)):
+        with pytest.raises(MxdError, match=r"ids from 1 to 16, and the model knows 0 ... 15; give the model with the"):
+            list(token_blocks(tokens, Letters(), context=4, vocabulary=16, repeat=False)(0))
+        assert len(packed(texts, vocabulary=17)) == 3
+    expected = packed(SENTENCES, tokenizer, vocabulary=4096)
+    (file,) = folder.iterdir()
+    for wrong in (4096, -1):
+        data._write(np.full((5, 4), wrong, np.int32), file)
+        assert packed(SENTENCES, tokenizer, vocabulary=4096) == expected
+    with pytest.raises(MxdError, match=r"the model knows 0 \.\.\. 99"):
+        packed(SENTENCES, tokenizer, vocabulary=100)
+
+
+# Known again
+
+
+def test_a_text_is_known_by_its_token_ids(tokenizer, folder):
+    def digest(texts, **options):
+        options = {"context": 8, "seed": 3, **options}
+        return token_blocks(texts, tokenizer, **options).digest(0)
+
+    own = digest(SENTENCES)
+    assert len(own) == 32
+    assert own == digest(SENTENCES) == digest(SENTENCES, repeat=False)
+    others = [
+        digest([*SENTENCES, "One more."]),
+        digest(SENTENCES[::-1]),
+        digest([SENTENCES[0].upper(), *SENTENCES[1:]]),
+        digest(SENTENCES, seed=4),
+        digest(SENTENCES, bos=False),
+    ]
+    assert len({own, *others}) == 6
+
+
+def test_a_stream_is_known_by_what_was_read_of_it(tokenizer):
+    """As the hash of its first contexts, from wherever it is read on."""
+    rows = packed(SENTENCES, tokenizer, context=8)
+    expected = [hashlib.sha256(np.array(rows[:n], np.int32)).hexdigest()[:32] for n in range(len(rows) + 1)]
+    for start in (0, 1, 7):
+        blocks = token_blocks(iter(SENTENCES), tokenizer, context=8)
+        stream = blocks(start)
+        for n in range(start, 20):
+            assert next(stream).tolist() == rows[n]
+            assert blocks.digest(n + 1) == expected[n + 1]
+        assert blocks.digest(18) == "" != blocks.digest(20)  # what came before is forgotten
+        list(stream)
+        assert blocks.digest(len(rows)) == expected[-1] and blocks.digest(len(rows) + 1) == ""
+
+
+def test_a_local_text_is_known_by_its_files(tmp_path):
+    def found(split="train"):
+        return text_hash(str(tmp_path), split)
+
+    assert found() is None
+    write(tmp_path / "train.jsonl", ["a", "b"])
+    write(tmp_path / "test.jsonl", ["c"])
+    train, test = found(), found("test")
+    assert train != test and len(train) == 32
+    write(tmp_path / "test.jsonl", ["d"])
+    assert found() == train and found("test") != test
+    for other in (["a", "c"], ["b", "a"], ["a", "b", "c"]):
+        write(tmp_path / "train.jsonl", other)
+        assert found() != train
+    write(tmp_path / "train.jsonl", ["a", "b"])
+    assert found() == train
+    assert text_hash(str(tmp_path / "train.jsonl")) == train
+    assert text_hash("org/name") is None
+    assert text_hash("bundled", "test") != text_hash("bundled", "validation")
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl").mkdir()
+    with pytest.raises(MxdError, match="cannot read text from"):
+        found()
+
+
+def test_many_may_mend_one_file_at_the_same_time(tokenizer, folder):
+    expected = packed(SENTENCES, tokenizer)
+    (file,) = folder.iterdir()
+    good = file.read_bytes()
+    damaged = good[:40] + bytes([good[40] ^ 4]) + good[41:]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(5):
+            file.unlink()  # mapped by those before: what is there is not written to
+            file.write_bytes(damaged)
+            assert list(pool.map(lambda _: packed(SENTENCES, tokenizer), range(12))) == [expected] * 12
+    assert kept(folder) == [file.name] and file.read_bytes() == good
 
 
 def test_text_too_short_leaves_no_file(tokenizer, folder):

@@ -249,7 +249,7 @@ def test_a_real_limit_on_the_size_of_files(whole, config, written, trained_gpt2)
     done = subprocess.run([sys.executable, "-c", LIMITED, "100000", written], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"mxd: cannot write {config.folder}/state/step-000000005: ")
-    assert sorted(path.name for path in config.folder.rglob("*")) == ["config.yaml", "metrics.jsonl", "state"]
+    assert sorted(path.name for path in config.folder.rglob("*")) == ["config.yaml", "metrics.jsonl", "run_id", "state"]
     resumes(whole, config, trained_gpt2)
 
 

@@ -222,6 +222,30 @@ def test_fingerprint_tells_blocks_and_models_apart_but_not_dtypes(family_name, f
     assert not set(prints) & {stranger.fingerprint(layer) for layer in range(3)}
 
 
+def test_the_whole_model_is_known_by_every_weight_and_setting(family_name, family, build_model, tmp_path):
+    own = family.base_fingerprint()
+    module = build_model(family_name)
+    model = load_frozen(module)
+    assert model.base_fingerprint() == own
+    assert load_frozen(build_model(family_name).to(torch.bfloat16)).base_fingerprint() == own
+    module.config.pad_token_id = 7  # many set it; nothing depends on it
+    module.save_pretrained(tmp_path)
+    assert load_frozen(type(module).from_pretrained(tmp_path)).base_fingerprint() == own
+    for name, parameter in module.named_parameters():
+        before = parameter.detach().clone()
+        parameter.data.mul_(1.05)
+        assert model.base_fingerprint() != own, name
+        parameter.data.copy_(before)
+    assert model.base_fingerprint() == own
+    changed = {"gpt2": "layer_norm_epsilon", "llama": "rms_norm_eps"}.get(family_name, "layer_norm_eps")
+    setattr(module.config, changed, 1e-3)
+    assert model.base_fingerprint() != own
+
+
+def test_the_vocabulary_is_that_of_the_embeddings(family, bridge):
+    assert family.vocabulary == load_frozen(bridge).vocabulary == 4096
+
+
 def test_fingerprint_notices_a_small_finetune(build_model):
     module = build_model("gpt2")
     before = load_frozen(module).fingerprint(1)

@@ -8,19 +8,37 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import seal_state
 from safetensors.torch import save_file
 
+from mxd.activations import Cursor
 from mxd.checkpoint import clear_partials
 from mxd.distributed import Processes
 from mxd.errors import MxdError
-from mxd.state import load_state, save_state
+from mxd.state import Info, load_state, new_run, run_of, save_state
+
+RUN = "0123456789abcdef" * 2
+
+
+def about(step, parts="ab", **fields):
+    """What is said beside the tensors of some parts."""
+    given = {
+        "run_id": RUN,
+        "step": step,
+        "tokens": 16 * step,
+        "origin": {"seed": 0},
+        "cursor": Cursor(batch=step, text="f" * 32),
+        "counted": dict.fromkeys(parts, 16),
+        "metrics_bytes": 100,
+        "reported": {part: {"fvu": 0.5} for part in parts},
+    }
+    return Info(**given | fields)
 
 
 def save(folder, step, keep=2):
     """A state of two parts whose numbers tell the step."""
     tensors = {"w": torch.full((9,), float(step), dtype=torch.float64), "t": torch.tensor(step)}
-    parts = {"a": tensors, "b": tensors}
-    return save_state(folder / "state", step, parts, {"cursor": {"batch": step}}, keep=keep)
+    return save_state(folder / "state", {"a": tensors, "b": tensors}, about(step), keep=keep)
 
 
 def names(folder):
@@ -31,9 +49,9 @@ def found(folder):
     """The step of the state that is found, checked to be whole."""
     state = load_state(folder / "state")
     for part in ("a", "b"):
-        assert state.tensors(part)["w"].tolist() == [float(state.step)] * 9
-    assert state.info["cursor"] == {"batch": state.step}
-    return state.step
+        assert state.tensors(part)["w"].tolist() == [float(state.info.step)] * 9
+    assert state.info.cursor == Cursor(0, 0, state.info.step, "f" * 32)
+    return state.info.step
 
 
 # Round trip
@@ -41,9 +59,12 @@ def found(folder):
 
 def test_a_state_comes_back_part_by_part(tmp_path):
     given = {"t": torch.arange(6.0).reshape(2, 3).T, "n": torch.tensor(3), "p": torch.nn.Parameter(torch.ones(2))}
-    path = save_state(tmp_path / "state", 7, {"one": given, "none": {}}, {"reported": {"x": 0.1}})
+    said = about(
+        7, ("one", "none"), reported={"one": {"x": 0.1, "y": float("inf")}}, origin={"a": [1, None, {"b": "c"}]}
+    )
+    path = save_state(tmp_path / "state", {"one": given, "none": {}}, said)
     state = load_state(tmp_path / "state")
-    assert (state.folder, state.step, state.info["reported"]) == (path, 7, {"x": 0.1})
+    assert (state.folder, state.info) == (path, said)
     assert set(state.parts) == {"one", "none"} and state.tensors("none") == {}
     tensors = state.tensors("one")
     assert tensors.keys() == given.keys()
@@ -75,7 +96,7 @@ def test_the_newest_states_are_kept(tmp_path, keep):
 
 def test_a_state_of_a_step_takes_the_place_of_an_earlier_one_of_it(tmp_path):
     save(tmp_path, 5)
-    save_state(tmp_path / "state", 5, {"a": {}}, {})
+    save_state(tmp_path / "state", {"a": {}}, about(5, "a"))
     assert load_state(tmp_path / "state").parts == ("a",)
     assert names(tmp_path) == ["step-000000005"]
 
@@ -115,6 +136,55 @@ def test_a_damaged_state_is_passed_over_named_and_kept(tmp_path, capfd, name, da
     assert found(tmp_path) == 1 and capfd.readouterr().err == ""  # said once
 
 
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_state_whose_manifest_lacks_a_file_is_damaged(tmp_path, capfd, name):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["files"][name]
+    file.write_text(json.dumps(manifest))
+    assert found(tmp_path) == 1
+    assert f"its manifest.json and its state.json disagree on {name}; it is kept" in capfd.readouterr().err
+
+
+EDITS = {
+    "a string": (lambda said: said.update(step="2"), "step: Input should be a valid integer"),
+    "another step": (lambda said: said.update(step=3, tokens=48), "its state.json is that of step 3"),
+    "no cursor": (lambda said: said.pop("cursor"), "cursor: Field required"),
+    "a list": (lambda said: said.update(cursor=[1]), "cursor: Input should be an object"),
+    "negative": (lambda said: said["cursor"].update(context=-1), "cursor.context = -1 cannot be after 32 tokens"),
+    "far": (lambda said: said["cursor"].update(context=2**62), "cursor.context = 4611686018427387904 cannot be"),
+    "offset": (lambda said: said["cursor"].update(offset=2**40), "cursor.offset = 1099511627776 cannot be after 32"),
+    "a number": (lambda said: said["cursor"].update(batch=1.5), "cursor.batch: Input should be a valid integer"),
+    "no text": (lambda said: said["cursor"].update(text=""), "cursor.text = '' is not a hash of a text"),
+    "counted": (lambda said: said["counted"].update(a=10**9), "counted is more than 32 tokens"),
+    "null": (lambda said: said["counted"].update(a=None), "counted.a: Input should be a valid integer"),
+    "one less": (lambda said: said["counted"].pop("a"), "its manifest.json and its state.json disagree on a.safetens"),
+    "metrics": (
+        lambda said: said.update(metrics_bytes=-1),
+        "metrics_bytes: Input should be greater than or equal to 0",
+    ),
+    "reported": (lambda said: said.update(reported={"a": 3}), "reported.a: Input should be an object"),
+    "a run": (lambda said: said.update(run_id="../../x"), "run_id: String should match pattern"),
+    "more": (lambda said: said.update(more=1), "more: Extra inputs are not permitted"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_state_edited_by_hand_is_damaged_even_if_its_manifest_fits(tmp_path, capfd, edit):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "state.json"
+    said = json.loads(file.read_text())
+    change, message = EDITS[edit]
+    change(said)
+    file.write_text(json.dumps(said))
+    seal_state(file.parent)
+    assert found(tmp_path) == 1
+    printed = capfd.readouterr().err
+    assert f"damaged and skipped: {message}" in printed or f"damaged and skipped: state.json: {message}" in printed
+    assert "Traceback" not in printed
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, capfd, name):
     save(tmp_path, 1)
@@ -125,7 +195,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, capfd, name):
         (tmp_path / "state" / "damaged-step-000000002").rename(file.parent)
         flip(file, place)
     assert found(tmp_path) == 2
-    expected = "its manifest.json or state.json is not" if name == FILES[-1] else "has another SHA-256 than when it was"
+    expected = "manifest.json: " if name == FILES[-1] else "has another SHA-256 than when it was"
     assert expected in capfd.readouterr().err
 
 
@@ -175,14 +245,41 @@ def test_a_manifest_does_not_reach_outside(tmp_path):
     assert found(tmp_path) == 1
 
 
-def test_a_state_of_the_format_before_is_said_to_be_one(tmp_path):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_state_of_a_format_before_is_said_to_be_one(tmp_path, number):
     old = tmp_path / "state" / "step-000000005"
     old.mkdir(parents=True)
-    save_file({"a/w": torch.ones(1)}, old / "state.safetensors")
-    (old / "state.json").write_text('{"format": 1, "step": 5}')
-    with pytest.raises(MxdError, match=r"earlier version of mxd \(format 1, expected 2\).*--run"):
+    save_file({"a/w": torch.ones(1)}, old / ("state.safetensors" if number == 1 else "a.safetensors"))
+    (old / "state.json").write_text(json.dumps({"format": number, "step": 5}))
+    if number == 2:
+        files = {name: {"bytes": 1, "sha256": "0"} for name in ("a.safetensors", "state.json")}
+        (old / "manifest.json").write_text(json.dumps({"format": 2, "files": files}))
+    with pytest.raises(MxdError, match=r"earlier version of mxd, .*\(format 3 does\).*--run NAME"):
         load_state(tmp_path / "state")
     assert names(tmp_path) == ["step-000000005"]
+
+
+def test_a_damaged_state_may_look_older_in_one_of_its_files(tmp_path):
+    save(tmp_path, 1)
+    for step, name in enumerate(("manifest.json", "state.json"), 2):
+        file = save(tmp_path, step) / name
+        file.write_text(file.read_text().replace('"format": 3', '"format": 2'))
+        assert found(tmp_path) == 1
+
+
+# Which run a folder is of
+
+
+def test_a_folder_says_which_run_it_is_of(tmp_path):
+    assert run_of(tmp_path) is None
+    first = new_run(tmp_path)
+    assert run_of(tmp_path) == first
+    assert new_run(tmp_path) != first != run_of(tmp_path)
+    for text in ("", first[:-1], first.upper() + "!", first * 2, f"{first} {first}", "x" * 50_000, "\xff"):
+        (tmp_path / "run_id").write_bytes(text.encode("latin-1"))
+        with pytest.raises(MxdError, match=r"run_id does not name a run; put back the one that was there") as error:
+            run_of(tmp_path)
+        assert "\n" not in str(error.value)
 
 
 # Failing and dying on the way
@@ -303,7 +400,7 @@ def launch(world, work):
 def save_together(folder, step, owned):
     def work(processes):
         parts = {name: {"w": torch.full((3,), float(step))} for name in owned[processes.rank]}
-        return save_state(folder, step, parts, {"rank": processes.rank}, processes)
+        return save_state(folder, parts, about(step, "".join(owned), metrics_bytes=processes.rank), processes)
 
     return launch(len(owned), work)
 
@@ -313,7 +410,7 @@ def test_each_process_writes_its_own_parts_of_one_state(tmp_path):
     states = launch(2, lambda processes: load_state(tmp_path, processes))  # two now
     assert states[0] == states[1]
     assert sorted(states[0].parts) == ["a", "b", "c"]
-    assert states[1].info["rank"] == 0
+    assert states[1].info.metrics_bytes == 0
     assert states[1].tensors("c")["w"].tolist() == [4.0] * 3
 
 

@@ -139,7 +139,7 @@ def held_out_blocks(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
     texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
-    return token_blocks(texts, base.tokenizer, text.context, text.bos, seed, repeat=False)
+    return token_blocks(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
 
 
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:

@@ -213,12 +213,22 @@ def layer_set(draw: Draw, root: Path, source: Path) -> Load:
 
 def state(folder: Path) -> Path:
     """Write two saved states of a run."""
-    from mxd.state import save_state
+    from mxd.activations import Cursor
+    from mxd.state import Info, save_state
 
     for step in (1, 2):
         tensors = {"layer/encoder": torch.ones(3, 2), "last_active": torch.zeros(3, dtype=torch.int64)}
-        info = {"cursor": {"block": 1}, "counted": {"a": 1}, "reported": {}}
-        save_state(folder / "state", step, {"a": tensors, "b": tensors}, info)
+        info = Info(
+            run_id="0" * 32,
+            step=step,
+            tokens=16 * step,
+            origin={"seed": 0, "layers": [1]},
+            cursor=Cursor(batch=step, text="f" * 32),
+            counted={"a": 1, "b": 1},
+            metrics_bytes=100,
+            reported={"a": {"fvu": 0.5}},
+        )
+        save_state(folder / "state", {"a": tensors, "b": tensors}, info)
     return folder
 
 
@@ -245,7 +255,7 @@ def _fit_manifest(place: Path) -> None:
     found = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files}
     if place.is_dir() and not (place / "manifest.json").is_dir() and not (place / "manifest.json").is_fifo():
         (place / "manifest.json").unlink(missing_ok=True)
-        (place / "manifest.json").write_text(json.dumps({"format": 2, "files": found}, ensure_ascii=True))
+        (place / "manifest.json").write_text(json.dumps({"format": 3, "files": found}, ensure_ascii=True))
 
 
 def cache(folder: Path) -> Any:
