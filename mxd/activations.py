@@ -293,7 +293,7 @@ def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_co
                 buffer[done:stop] = rearrange(tensor, "context position d -> (context position) d")[keep]
         done = stop
     for layer, (x, y) in buffers.items():
-        _check(layer, x, y, kept_ids, model)
+        check_activations(layer, x, y, kept_ids, model)
     return _Filled(kept_ids, buffers)
 
 
@@ -336,8 +336,12 @@ def _dealt(
     return _Filled(ids, sites), torch.arange(len(ids), device=order.device).view(len(order), -1)
 
 
-def _check(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
-    """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero."""
+def check_activations(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
+    """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero.
+
+    Raises:
+        MxdError: one of these; it names the first such token.
+    """
     norms = torch.linalg.vector_norm(y, dim=-1)
     bad = ~torch.isfinite(norms) | ~torch.isfinite(x.sum(-1))
     problem = "is not finite"

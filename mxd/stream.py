@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_text
+from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_activations, check_text
 from mxd.cache import (
     Dtype,
     cache_bytes,
@@ -171,11 +171,18 @@ def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
 
 
 def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; nothing without a BOS."""
+    """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; nothing without a BOS.
+
+    Raises:
+        MxdError: one of them is not finite, or an output is zero.
+    """
     bos_id = bos_id_of(config, base)
     if bos_id is None:
         return {}
-    sites = base.record(torch.tensor([[bos_id]]), config.layers)
+    ids = torch.tensor([[bos_id]])
+    sites = base.record(ids, config.layers)
+    for number, (x, y) in sites.items():
+        check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
 
 

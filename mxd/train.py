@@ -197,7 +197,9 @@ class _Run:
     def train_batch(self, batch: Batch) -> None:
         training = self.config.training
         seen = (self.step + 1) * training.batch_tokens
-        at_bos = bos_activations(self.config, self.base) if self.step == 0 else {}
+        if self.step == 0:
+            with self.processes.together():
+                at_bos = bos_activations(self.config, self.base)
         for job in self.jobs:
             x, y = batch.sites[job.number]
             if self.step == 0:

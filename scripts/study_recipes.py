@@ -2,9 +2,9 @@
 
     python scripts/study_recipes.py [--settings NAME ...] [--seeds 3] [--split validation] [--json FILE]
 
-Trains an MxD (tiny-gpt2, block 2, K = 32) under each setting, all seeds of a setting from one stream, and measures both
-axes on held-out text: normalized MSE, and whether routing does the work (`routed_share`, `shared_share`,
-`nmse_mean_gate`), with dead units. `--set` changes the config, for example `--set layers=[0] model.source=tiny-llama`.
+Trains an MxD (tiny-gpt2, block 2, K = 32) under each setting, all seeds of a setting from one stream, and measures on
+held-out text both how faithful it is and what it is made of (docs/evaluation.md, the account). `--set` changes the
+config, for example `--set layers=[0] model.source=tiny-llama`.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mxd.config import RunConfig, load_config
 from mxd.errors import MxdError
+from mxd.evaluation.account import Account
 from mxd.evaluation.faithfulness import Reconstruction
-from mxd.evaluation.structure import CodeMoments
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import Code, MLPWeights
 from mxd.layers.base import code_product
@@ -33,7 +33,8 @@ from mxd.progress import progress
 from mxd.stream import activation_stream
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
-METRICS = ("normalized_mse", "nmse_mean_gate", "routed_share", "shared_share", "effective_units", "dead_share")
+SHARES = ("gate_share", "dense_share", "interaction_share", "routed_share")
+METRICS = ("normalized_mse", "nmse_fixed_directions", *SHARES, "stable_rank", "dead_share")
 Means = tuple[Tensor, Tensor]
 
 
@@ -200,12 +201,12 @@ def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel,
 
 @torch.no_grad()
 def measure(job: Job, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Return both axes on held-out activations."""
+    """Return the error on held-out activations, and the account."""
     layer = job.layer.eval()
-    moments = CodeMoments(layer)
+    account = Account(layer)
     for part in x.split(4096):
-        moments.see(part)
-    found = Reconstruction(layer, moments)
+        account.see_means(part)
+    found = Reconstruction(layer, account)
     for x_part, y_part in zip(x.split(4096), y.split(4096), strict=True):
         found.see(x_part, y_part)
     report = found.report()
@@ -215,11 +216,12 @@ def measure(job: Job, x: Tensor, y: Tensor) -> dict[str, float]:
 def row(name: str, tokens: int, found: list[dict[str, float]]) -> str:
     """Return one line of the table: means over the seeds, and the range of the error."""
     mean: dict[str, Any] = {key: statistics.mean(one[key] for one in found) for key in METRICS}
-    errors = [one["normalized_mse"] for one in found]
+    error, errors = mean["normalized_mse"], [one["normalized_mse"] for one in found]
+    ratio = statistics.mean(one["nmse_fixed_directions"] / max(one["normalized_mse"], 1e-30) for one in found)
+    shares = " | ".join(f"{mean[share]:.3f}" for share in SHARES)
     return (
-        f"| {name} | {tokens:,} | {mean['normalized_mse']:.5f} ({min(errors):.5f} to {max(errors):.5f}) | "
-        f"{mean['nmse_mean_gate']:.4f} | {mean['routed_share']:.3f} | {mean['shared_share']:.3f} | "
-        f"{mean['effective_units']:.1f} | {mean['dead_share']:.1%} |"
+        f"| {name} | {tokens:,} | {error:.5f} ({min(errors):.5f} to {max(errors):.5f}) | {ratio:.2f} | "
+        f"{shares} | {mean['stable_rank']:.2f} | {mean['dead_share']:.1%} |"
     )
 
 
@@ -243,7 +245,8 @@ def main() -> None:
     base = load_frozen(config.model.source, device="cpu")
     ((x, y),) = held_out_activations(config, base, args.held_out, args.split).values()
     print(f"{config.model.source}, block {config.layers}, {len(x):,} tokens of {args.split}, {args.seeds} seeds\n")
-    print("| setting | tokens | NMSE | mean gate | routed | shared | effective | dead |\n|---" + "|---" * 7 + "|")
+    print("| setting | tokens | NMSE | fixed / NMSE | gate | dense | interaction | routed | stable rank | dead |")
+    print("|---" * 10 + "|")
     results = {}
     for name, config in configs.items():
         jobs = train_all(name, SETTINGS[name], config, base, args.seeds)

@@ -50,7 +50,7 @@ def run(job: dict) -> None:
         calls = []
 
         def poison(mlp, args, output):
-            calls.append(1)
+            calls.extend([1] * (output.shape[1] > 1))  # BOS alone, whose output is stored, is no forward of the stream
             return output * float("nan") if len(calls) > forward else output
 
         model.mlp(config.layers[0]).register_forward_hook(poison)

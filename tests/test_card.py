@@ -163,16 +163,17 @@ def test_the_text_says_what_is_replaced_how_it_was_made_and_what_it_cannot():
         "**MxD** with 12 units and sparsity `k3`, trained with mxd on 4,000 token activations",
         f'with mxd.spliced(model, {{3: "org/name@{COMMIT}"}}):',
         f"org/base, revision {COMMIT}; run in float32",
-        "Masked tokens: ids [0, 2]; there the base MLP answers",
+        "- Trained without tokens: ids [0, 2].\n- BOS in position 0: nothing is stored for it.",
         "| learning rate | 0.0005 |",
         "| seed | 7 |",
         "| versions | torch 2.9 |",
         "On 5,000 held-out tokens of org/text (test)",
         "base model's cross-entropy is 3.5000 nats per token, 4.5000 with the MLP of block 3 zero-ablated",
-        "| `layer3-mxd-k3` | 0.2500 | 0.500 | 3.0 | 12% | 0.88 | +0.0625 ± 0.0010 | 90.0% | 0.0312 | 95.0% |",
+        "| `layer3-mxd-k3` | 0.2500 | 0.500 | - | +0.0625 | 0.0010 | - | 90.0% | 0.0312 | 95.0% |",
+        "| `layer3-mxd-k3` | 0.2500 | - | - | 0.88 | - | - | - | - | - | - | - | 3.0 | 12% |",
         "dense MLP in disguise",
         "Not measured: other domains",
-        "Trained without the masked tokens",
+        "Trained without some tokens (above): in a splice it answers there all the same, untaught.",
     ):
         assert part in card, part
 
@@ -191,7 +192,8 @@ def test_a_set_is_listed_by_block_method_and_k():
     members = [member(names[0], k=11), member(names[1], k=4), member(names[2], k=4, layer=1)]
     card = set_card(with_numbers(*members))
     assert re.findall(r"^\| `(\S+)` \| MxD", card, re.M) == names[::-1]
-    assert re.findall(r"^\| `(\S+)` \| 0\.25", card, re.M) == names[::-1]
+    listed = re.findall(r"^\| `(\S+)` \| 0\.25", card, re.M)
+    assert listed == names[::-1] * 2  # faithfulness, then what it is made of
 
 
 def test_a_set_states_each_recipe_once():

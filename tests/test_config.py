@@ -62,7 +62,7 @@ def test_dump_reads_back_equal() -> None:
 
 
 def test_what_may_change_later_is_not_recorded() -> None:
-    later = {"timeout": 30, "evaluation": {"tokens": 5}}
+    later = {"timeout": 30, "evaluation": {"faithfulness": {"tokens": 5}}}
     assert dump_config(parse_config({**ONE, **later})) == dump_config(parse_config(ONE))
     for minutes in (0, -1, 1e9, float("nan"), "soon"):
         with pytest.raises(MxdError, match=r"1 problem\(s\)\n  timeout: "):

@@ -131,7 +131,7 @@ def test_another_tokenizer(stopped, gpt2, tokenizer):
     refused(stopped, load_frozen(gpt2.module, tokenizer=other), "ids from 0 to 4096, and the model knows 0 ... 4095")
     other = copy.deepcopy(tokenizer)
     other.eos_token = "a"
-    refused(stopped, load_frozen(gpt2.module, tokenizer=other), "masked tokens")
+    refused(stopped, load_frozen(gpt2.module, tokenizer=other), "the text, or its tokenizer, is not what it was")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,8 @@ def test_another_tokenizer(stopped, gpt2, tokenizer):
         ({"seed": 1}, "seed was 0, is 1"),
         ({"data": {"context": 32}}, "data.context was 16, is 32"),
         ({"data": {"bos": False}}, "data.bos was True, is False"),
-        ({"data": {"mask_special": False}}, "data.mask_special was True, is False"),
+        ({"data": {"mask_special": True}}, "data.mask_special was False, is True"),
+        ({"data": {"bos_constant": False}}, "data.bos_constant was True, is False"),
         ({"training": {"recipe": "fast"}}, "training.recipe was 'short', is 'fast'"),
         ({"training": {"lr": 0.1}}, "training.lr was None, is 0.1"),
         ({"layers": [2]}, "layers.0 was 1, is 2"),

@@ -46,7 +46,8 @@ def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
         assert own[-1]["normalized_mse"] < own[0]["normalized_mse"], path.name
         assert trained.provenance.tokens == 512 * 32
         assert trained.provenance.layer == int(path.name.removeprefix("layer")[0])
-        assert trained.provenance.masked_ids  # BOS is special
+        assert trained.provenance.masked_ids == ()
+        assert trained.layer.bos_in is not None and trained.layer.bos_in.any()
     assert {p.name.split("-")[1] for p in layers} == {"mxd", "stc", "cp", "sae"}
 
 
@@ -79,14 +80,15 @@ def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
 
 def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     from mxd.activations import activation_batches
-    from mxd.data import documents, special_ids, token_blocks
+    from mxd.data import documents, token_blocks
 
     config = small(tmp_path, training={"lr": 1e-12, "tokens": 512, "warmup_steps": 0})
     layer = load_layer(train(config) / "layer2-mxd-k8").layer
     model = load_frozen("tiny-gpt2")
     blocks = token_blocks(documents("bundled", "validation"), model.tokenizer, 128)
-    batches = [next(b) for b in [activation_batches(model, [2], blocks, 2048, 2048, special_ids(model.tokenizer))]]
-    assert torch.allclose(layer.bias, batches[0].sites[2][1].mean(0), atol=1e-5)
+    bos = model.tokenizer.bos_token_id
+    batch = next(activation_batches(model, [2], blocks, 2048, 2048, bos_id=bos))
+    assert torch.allclose(layer.bias, batch.sites[2][1].mean(0), atol=1e-5)
     assert layer.bias.abs().max() > 0.01
 
 

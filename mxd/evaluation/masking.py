@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
-from mxd.data import head_ids, mask_of
+from mxd.data import head_ids, mask_of, special_ids
 from mxd.errors import MxdError
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
@@ -383,7 +383,7 @@ def _measure(
     """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them."""
     groups = len(set(text.groups))
     losses = {name: Losses(_means(groups), _means(groups), [_means(groups) for _ in ways[name]]) for name in sets}
-    masked = {token for one in _layers(sets).values() for token in one.provenance.masked_ids}
+    masked = special_ids(model.tokenizer)
     lowest = sorted({min(members) for members in sets.values()})
     for batch in _batches(text.rows, text.measuring, size):
         ids = torch.from_numpy(batch.ids).to(model.device)

@@ -20,7 +20,7 @@ from mxd.checkpoint import Provenance, Trained, fit_tensors, save_layer, version
 from mxd.data import Blocks
 from mxd.errors import MxdError, unknown
 from mxd.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
-from mxd.formats.base import Format, Found, Outgoing, Reads
+from mxd.formats.base import Format, Found, Outgoing, Reads, weights_of
 from mxd.formats.conventions import affine, norms, shift_input
 from mxd.formats.jumprelu import Loss, fit_and_measure, measure
 from mxd.layers.transcoder import Transcoder
@@ -126,13 +126,14 @@ def export_layers(
             raise MxdError(
                 f"{name} was trained for {trained.provenance.model!r}; {base.source!r} has other weights there."
             )
-    outgoing, losses = [], []
+    outgoing, losses, notes = [], [], []
     for name, trained in layers.items():
         layer, loss = _prepare(name, trained, base, held_out, tool, jumprelu, tokens)
         outgoing.append(Outgoing(layer, trained.provenance, asdict(loss) if loss else {}))
         losses.append(loss)
+        notes.append(_without_bos(layer))
     paths = write(outgoing, Path(out), base)
-    return [Converted(name, path, loss) for name, path, loss in zip(layers, paths, losses, strict=True)]
+    return [Converted(*each) for each in zip(layers, paths, losses, notes, strict=True)]
 
 
 def _format(tool: str) -> Format:
@@ -173,7 +174,7 @@ def _prepare(
     if not fit and (form.forward is None or not is_topk):
         return layer, None
     layer = layer.to(base.device)
-    x, y = _record(base, trained.provenance, held_out(), tokens)
+    x, y = _record(base, trained.provenance, not layer.config.bos_constant, held_out(), tokens)
     if fit:
         half = len(x) // 2
         return fit_and_measure(layer, x[:half], x[half:], y[half:])
@@ -181,11 +182,27 @@ def _prepare(
     return layer, measure(layer, *form.forward(layer, x), x, y)
 
 
-def _record(base: FrozenModel, about: Provenance, blocks: Blocks, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return MLP inputs and outputs on held-out text; the two halves come from different contexts."""
+@torch.no_grad()
+def _without_bos(layer: Transcoder) -> tuple[str, ...]:
+    """Say how far off a layer is at BOS when its stored constant is left out, as every format does."""
+    if layer.bos_in is None or layer.bos_out is None or not layer.bos_in.any():
+        return ()
+    bare = layer.config.model_copy(update={"bos_constant": False}).build()
+    bare.load_state_dict(weights_of(layer))
+    x, y = layer.bos_in.cpu().float(), layer.bos_out.cpu().float()
+    share = float((bare(x) - y).norm() / y.norm())
+    return (
+        f"its stored constant at BOS is left out: the converted layer is off by {share:.0%} of the MLP's output there; "
+        "leave that position to the base MLP, or train with data.bos_constant: false",
+    )
+
+
+def _record(base: FrozenModel, about: Provenance, bos: bool, blocks: Blocks, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return MLP inputs and outputs on held-out text, with or without BOS; the halves come from different contexts."""
     half = max(1, tokens // 2)
     batch = min(1024, half)
-    stream = activation_batches(base, [about.layer], blocks, batch, half, about.masked_ids)
+    bos_id = None if bos or base.tokenizer is None else base.tokenizer.bos_token_id
+    stream = activation_batches(base, [about.layer], blocks, batch, half, about.masked_ids, bos_id)
     pairs = [found.sites[about.layer] for found in islice(stream, 2 * (half // batch))]
     if len(pairs) < 2:
         raise MxdError(

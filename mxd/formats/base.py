@@ -264,5 +264,6 @@ def only_one_per_block(layers: Sequence[Outgoing], tool: str) -> None:
 
 
 def weights_of(layer: Transcoder) -> dict[str, Float[Tensor, "..."]]:
-    """Return a transcoder's state dict as float32 on the CPU."""
-    return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in layer.state_dict().items()}
+    """Return a transcoder's state dict as float32 on the CPU, without its constant at BOS, which no format holds."""
+    held = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("bos_")}
+    return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in held.items()}

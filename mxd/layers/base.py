@@ -289,8 +289,9 @@ class ReplacementLayer(nn.Module, ABC):
     def _at_bos(self, rows: Tensor) -> Tensor:
         if self.bos_in is None:
             return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        size = self.bos_in.square().sum()  # 0 before anything is stored: no row is nearer than that
-        distance = torch.linalg.vecdot(rows, rows) - 2 * (rows @ self.bos_in) + size
+        rows, stored = rows.float(), self.bos_in.float()  # squares of float16 overflow
+        size = stored.square().sum()  # 0 before anything is stored: no row is nearer than that
+        distance = torch.linalg.vecdot(rows, rows) - 2 * (rows @ stored) + size
         return distance < BOS_RADIUS**2 * size
 
     def _rows(self, x: Tensor) -> Tensor:

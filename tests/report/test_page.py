@@ -152,7 +152,7 @@ def test_everything_is_named_for_those_who_do_not_see_it(page):
 
 def test_markdown_has_the_same_tables_and_shows_text_literally(run, page):
     twin = (run / "report.md").read_text()
-    assert "| MxD, k8 | 0.0100 | 0.100 | +0.0100 |" in twin
+    assert "| MxD, k8 | 0.0100 | 0.100 | 3.5100 | +0.0100 | 0.0010 | +0.0200 | 90.0% |" in twin
     assert "<" not in twin and "&lt;script>" in twin
     for title in ("What was trained", "Faithfulness", "Sparse probing", "Masking", "Files"):
         assert f"## {title}\n" in twin
