@@ -360,7 +360,7 @@ def test_deep_or_endless_lines_are_refused(tmp_path):
         path = written(tmp_path / "t.jsonl", text)
         with pytest.raises(MxdError, match="cannot read text"):
             documents(str(path))
-        with pytest.raises(MxdError, match="cannot read labelled texts"):
+        with pytest.raises(MxdError, match="cannot read texts"):
             labelled_texts(path)
 
 

@@ -78,6 +78,22 @@ def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
     assert not torch.equal(*weights)
 
 
+def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -> None:
+    model = load_frozen("tiny-gpt2")
+    bos = torch.tensor([[model.tokenizer.bos_token_id]])
+    x, y = (site[0, 0] for site in model.record(bos, [2])[2])
+    layer = load_layer(train(small(tmp_path), model=model) / "layer2-mxd-k8").layer
+    assert torch.equal(layer.bos_in, x) and torch.equal(layer.bos_out, y) and torch.equal(layer(x), y)
+    assert (
+        load_layer(train(small(tmp_path, run="none", data={"bos_constant": False})) / "layer2-mxd-k8").layer.bos_in
+        is None
+    )
+    poison = model.mlp(2).register_forward_hook(lambda mlp, args, out: out * (float("nan") if out.shape[1] == 1 else 1))
+    with pytest.raises(MxdError, match="layer 2: an activation is not finite in 1 of 1 tokens, first at token id 0"):
+        train(small(tmp_path, run="poisoned"), model=model)
+    poison.remove()
+
+
 def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     from mxd.activations import activation_batches
     from mxd.data import documents, token_blocks

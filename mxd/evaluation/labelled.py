@@ -65,12 +65,12 @@ def labelled_texts(
     """
     source = str(source)
     if source in BUNDLED_SETS:
-        return _checked(source, _rows(bundled(f"probing/{source}.parquet")), "text", "label")
+        return _checked(source, read_rows(bundled(f"probing/{source}.parquet")), "text", "label")
     path = Path(source)
     if path.suffix in SUFFIXES or _exists(path):
         if not path.is_file() or path.suffix not in SUFFIXES:
             raise MxdError(f"no labelled texts at {source!r}; expected a file: {', '.join(SUFFIXES)}.")
-        return _checked(path.stem, _rows(path), text_column, label_column)
+        return _checked(path.stem, read_rows(path), text_column, label_column)
     if "/" not in source:
         raise MxdError(
             f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give a {', '.join(SUFFIXES)} file "
@@ -125,7 +125,12 @@ def _span(name: str, number: int, start: Any, end: Any, length: int) -> tuple[in
     return first, last
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table in a ``.csv``, ``.jsonl`` or ``.parquet`` file; a CSV's cells are text.
+
+    Raises:
+        MxdError: it cannot be read, or a line holds something else than a row.
+    """
     try:
         if path.suffix == ".csv":
             csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, which a long document exceeds
@@ -142,7 +147,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in pq.ParquetFile(regular(path)).iter_batches():
                 yield from batch.to_pylist()
     except (OSError, ValueError, csv.Error) as error:
-        raise MxdError(f"cannot read labelled texts from {str(path)!r}: {error}") from error
+        raise MxdError(f"cannot read texts from {str(path)!r}: {error}") from error
 
 
 def _object(row: Any, path: Path, number: int) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from mxd.data import head_ids, mask_of, special_ids
 from mxd.errors import MxdError
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
+from mxd.evaluation.labelled import SUFFIXES, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
 from mxd.model import FrozenModel
+from mxd.plain import sayable
 from mxd.progress import Advance, progress
 from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
@@ -280,40 +282,37 @@ def scored_texts(
     Raises:
         MxdError: no such file or column, or a row without a text or a number.
     """
-    import pyarrow
-    from pyarrow import csv, json, parquet
-
     path = Path(path)
-    readers: dict[str, Any] = {
-        ".csv": lambda: csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True)),
-        ".jsonl": lambda: json.read_json(path),
-        ".parquet": lambda: parquet.read_table(path),
-    }
-    if not path.is_file() or path.suffix not in readers:
-        raise MxdError(f"no scored texts at {str(path)!r}; expected a file: {', '.join(readers)}.")
-    try:
-        table = readers[path.suffix]()
-        names = table.column_names
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # names that are not UTF-8, too
-        raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
-    for column in (text_column, score_column):
-        if column not in names:
-            have = ", ".join(names)
-            raise MxdError(f"{path}: no column {column!r}; it has: {have}. Set --text-column, --score-column.")
-    try:
-        texts, scores = table[text_column].to_pylist(), table[score_column].to_pylist()
-    except (ValueError, KeyError) as error:  # not UTF-8; two columns of one name
-        raise MxdError(f"cannot read scored texts from {str(path)!r}: {error}") from error
+    if not path.is_file() or path.suffix not in SUFFIXES:
+        raise MxdError(f"no scored texts at {str(path)!r}; expected a file: {', '.join(SUFFIXES)}.")
+    texts: list[str] = []
     found: list[Score] = []
-    for row, (text, score) in enumerate(zip(texts, scores, strict=True), 1):
+    for number, row in enumerate(read_rows(path), 1):
+        for column in (text_column, score_column):
+            if column not in row:
+                have = ", ".join(map(str, row))
+                raise MxdError(
+                    f"{path}, row {number}: no column {column!r}; it has: {have}. Set --text-column, --score-column."
+                )
+        text, score = row[text_column], row[score_column]
+        if path.suffix == ".csv":
+            score = _numeric(score)
         numbers = score if isinstance(score, list) and score else [score]
         if not isinstance(text, str) or not all(isinstance(n, int | float) and np.isfinite(n) for n in numbers):
             raise MxdError(
-                f"{path}, row {row}: got the text {text!r} and the score {score!r}; expected a number, or a list of "
+                f"{path}, row {number}: got the text {text!r} and the score {score!r}; expected a number, or a list of "
                 "them, one for each token."
             )
+        texts.append(sayable(text))
         found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
     return texts, found
+
+
+def _numeric(cell: Any) -> Any:
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return cell
 
 
 def halves(

@@ -88,7 +88,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
         ('{"text": "a", "label": [1]}', r"row 2: 'label' is \[1\]"),
         ('{"text": 7, "label": "b"}', "row 2: 'text' is 7; expected a text"),
         ('["a", "b"]', "line 2: expected an object with fields, got list"),
-        ("{", "cannot read labelled texts"),
+        ("{", "cannot read texts"),
         ('{"text": "a", "label": "first"}', "at least two; got only 'first'"),
     ],
 )

@@ -490,16 +490,19 @@ def test_bad_scored_texts_are_named(tmp_path):
     for name, content, message in (
         ("a.txt", "x", r"expected a file: .csv, .jsonl, .parquet"),
         ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
-        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score None"),
+        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score ''"),
+        ("h.csv", "text,score\na,nan\n", "row 1: got the text 'a' and the score nan"),
+        ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
+        ("j.jsonl", '{"text": "a"}\n', "row 1: no column 'score'; it has: text"),
         (
             "f.jsonl",
             '{"text": "a", "score": []}',
             r"the score \[\]; expected a number, or a list of them, one for each",
         ),
         ("g.jsonl", '{"text": "a", "score": [1, null]}', r"the score \[1, None\]; expected a number"),
-        ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read scored texts"),
-        ("e.parquet", "no", "cannot read scored texts"),
-        ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read scored texts"),
+        ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read texts"),
+        ("e.parquet", "no", "cannot read texts"),
+        ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read texts"),
     ):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

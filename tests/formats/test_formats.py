@@ -126,6 +126,23 @@ def test_there_and_back_is_bit_exact(base, make, tmp_path, tool, sparsity, skip)
 
 
 @pytest.mark.parametrize("tool", ["sparsify", "circuit-tracer", "saelens"])
+def test_the_constant_at_bos_is_left_out_with_a_word(base, make, tmp_path, tool):
+    sparsity = TOPK if tool == "sparsify" else RELU
+    one = make(base, tmp_path, block=0, sparsity=sparsity, bos_constant=True)
+    x, y = torch.randn(D), torch.randn(D)
+    one.layer.store_bos(x, y)
+    (found,) = export_layers({"a": one}, base, no_text, tmp_path / "out", tool)
+    back = import_layers(tmp_path / "out", tmp_path / "back", tool, model=base.source)
+    bare = load_layer(back[0].path).layer
+    assert bare.config == one.layer.config.model_copy(update={"bos_constant": False})
+    assert torch.equal(one.layer(x), y)
+    off = np.linalg.norm(bare(x) - y) / np.linalg.norm(y)
+    assert f"off by {off:.0%} of the MLP's output there" in found.notes[0]
+    one.layer.store_bos(torch.zeros(D), y)  # nothing stored
+    assert export_layers({"a": one}, base, no_text, tmp_path / "none", tool)[0].notes == ()
+
+
+@pytest.mark.parametrize("tool", ["sparsify", "circuit-tracer", "saelens"])
 def test_another_base_model_is_refused_on_the_way_back(base, make, folder_of, tmp_path, tool):
     layers = {"a": make(base, tmp_path, 0, sparsity=RELU if tool == "saelens" else TOPK)}
     export_layers(layers, base, rows, tmp_path / "out", tool, tokens=256)
