@@ -119,7 +119,7 @@ class Recipe(Section):
 RECIPES = {
     "paper": Recipe(lr=1e-4, warmup_steps=5000),
     "short": Recipe(lr=1e-3, warmup_share=0.1),
-    "fast": Recipe(lr=2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="transcoder"),
+    "fast": Recipe(lr=2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="centred"),
 }
 """``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: the same for runs of some hundred to some thousand
 steps. ``fast``: the same quality from fewer tokens (docs/recipes.md)."""
@@ -153,8 +153,8 @@ class TrainingConfig(Section):
     decay: bool | None = None
     """Whether the learning rate falls linearly to zero after warm-up; the recipe's by default."""
     start: Start | None = None
-    """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``transcoder``: gates centred on
-    the mean input, and an MxD's dense part constant at first, so that it begins as a transcoder."""
+    """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``centred``: gates centred on the
+    mean input, and an MxD's C twice as large."""
     accumulation: PositiveInt | Literal["auto"] = "auto"
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
     for each part). ``auto``: in one if that fits into the free memory, else in as few as do; a run keeps to its number

@@ -11,9 +11,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from check_quality import held_out_activations, pairs
@@ -26,7 +26,7 @@ from mxd.evaluation.faithfulness import Reconstruction
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import Code, MLPWeights
 from mxd.layers.base import code_product
-from mxd.layers.mxd import MxD, MxDConfig
+from mxd.layers.mxd import SPREAD, MxD, MxDConfig
 from mxd.model import FrozenModel, load_frozen
 from mxd.plan import plan_layers
 from mxd.progress import progress
@@ -38,40 +38,31 @@ METRICS = ("normalized_mse", "nmse_fixed_directions", *SHARES, "stable_rank", "d
 Means = tuple[Tensor, Tensor]
 
 
-class Studied(MxD):
-    """An MxD that may have an expert held out of the K, and a penalty on what does not depend on the token."""
+class Penalised(MxD):
+    """An MxD with a penalty on what does not depend on the token's gates."""
 
-    config: "StudiedConfig"
+    config: "PenalisedConfig"
     rows: Tensor
 
     def encode(self, x: Tensor) -> Code:
-        """Choose among all experts; or, with one held out, among the others, and add that with strength 1."""
+        """As an MxD does; what it read is kept for the penalty."""
         self.rows = x
-        if not self.config.held_out:
-            return super().encode(x)
-        values, indices, _ = self.sparsity(x, self.gate[1:], self.gate_bias[1:])
-        first = indices.new_zeros(len(indices), 1)
-        return Code(torch.cat([torch.ones_like(values[:, :1]), values], 1), torch.cat([first, indices + 1], 1))
+        return super().encode(x)
 
     def penalty(self, code: Code) -> Tensor:
-        """Return the weighted share of the output's energy that expert 0, or the mean gate, has by itself."""
-        if self.config.penalised == "nothing":
-            return self.bias.new_zeros(())
-        dense, gates = self.encoder(self.rows) @ self.decoder, code_product(code, self.expert_scale)
-        part = self.expert_scale[0] if self.config.penalised == "expert 0" else gates.mean(0)
+        """Return the weighted share of the output's energy that the mean gate has by itself."""
+        dense, gates = self.hidden(self.rows), code_product(code, self.expert_scale)
         whole = (gates * dense).square().sum().clamp_min(1e-30)
-        return self.config.weight * (part * dense).square().sum() / whole
+        return self.config.penalty * (gates.mean(0) * dense).square().sum() / whole
 
 
-class StudiedConfig(MxDConfig):
-    """As MxD, with what the study changes."""
+class PenalisedConfig(MxDConfig):
+    """As MxD, with the penalty's weight."""
 
-    held_out: bool = False
-    penalised: Literal["nothing", "expert 0", "mean gate"] = "nothing"
-    weight: float = 0.0
+    penalty: float
 
-    def _make(self) -> Studied:
-        return Studied(self)
+    def _make(self) -> Penalised:
+        return Penalised(self)
 
 
 def paper(layer: MxD, mlp: MLPWeights, means: Means) -> None:
@@ -80,20 +71,35 @@ def paper(layer: MxD, mlp: MLPWeights, means: Means) -> None:
 
 
 def transcoder(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """As `training.start: transcoder`."""
-    layer.start(*means, "transcoder")
+    """A transcoder in MxD form: hidden unit 0 constant, ``z D = 1``, ``C = 0``; `fast` began with this once."""
+    layer.start(*means, "centred")
+    for name, parameter in layer.encoder.named_parameters():
+        parameter.data[0] = float("bias" in name)
+    layer.decoder.data.zero_()[0] = 1 / layer.encoder(means[0][None])[0, 0]
+    layer.expert_scale.data.zero_()
+
+
+def centred(layer: MxD, mlp: MLPWeights, means: Means) -> None:
+    """As `training.start: centred`."""
+    layer.start(*means, "centred")
+
+
+def gates_centred(layer: MxD, mlp: MLPWeights, means: Means) -> None:
+    """The centred gates alone, C as drawn."""
+    layer.start(*means, "centred")
+    layer.expert_scale.data /= SPREAD
+
+
+def c_spread(layer: MxD, mlp: MLPWeights, means: Means) -> None:
+    """C twice as large alone, the gates as drawn."""
+    layer.start(*means, "paper")
+    layer.expert_scale.data *= SPREAD
 
 
 def encoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """The paper's, with the base MLP's encoder."""
     layer.encoder.copy_from(mlp)
     layer.start(*means, "paper")
-
-
-def transcoder_encoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """A transcoder's, with the base MLP's encoder in all hidden units but one."""
-    layer.encoder.copy_from(mlp)
-    layer.start(*means, "transcoder")
 
 
 def encoder_decoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
@@ -108,14 +114,6 @@ def whole_base(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     layer.copy_base(mlp)
 
 
-def base_held_out(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """The base MLP itself, by way of the expert held out; the others have drawn, centred gates and begin at zero."""
-    layer.start(*means, "transcoder")
-    gates = layer.gate.data.clone(), layer.gate_bias.data.clone()
-    layer.copy_base(mlp)
-    layer.gate.data, layer.gate_bias.data = gates
-
-
 @dataclass(frozen=True)
 class Setting:
     """One row of the study."""
@@ -124,50 +122,28 @@ class Setting:
     """Fields of `training`, separated by blanks."""
     begin: Callable[[MxD, MLPWeights, Means], None]
     sparsity: str = "topk"
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of ``StudiedConfig``."""
-
-
-def on(penalised: str, weight: float) -> dict[str, Any]:
-    """Return the fields of a penalty."""
-    return {"penalised": penalised, "weight": weight}
+    penalty: float | None = None
+    """Weight of the penalty on the mean gate."""
 
 
 THIRD, WHOLE = "tokens=545792", "tokens=1638400"
 FAST = f"recipe=fast {THIRD}"
-HELD_OUT = {"held_out": True}
 SETTINGS = {
     "short, all tokens": Setting(f"recipe=short {WHOLE}", paper),
-    "short, decaying, all tokens": Setting(f"recipe=short decay=true {WHOLE}", paper),
     "short": Setting("recipe=short tokens=544768", paper),
-    "short, decaying": Setting("recipe=short decay=true tokens=544768", paper),
-    "fast": Setting(FAST, transcoder),
-    "fast, all tokens": Setting(f"recipe=fast {WHOLE}", transcoder),
+    "fast": Setting(FAST, centred),
+    "fast, all tokens": Setting(f"recipe=fast {WHOLE}", centred),
     "fast, paper's start": Setting(FAST, paper),
-    "fast, random-K": Setting(FAST, transcoder, "random_k"),
-    "fast, paper's start, random-K": Setting(FAST, paper, "random_k"),
+    "fast, gates centred alone": Setting(FAST, gates_centred),
+    "fast, C spread alone": Setting(FAST, c_spread),
+    "fast, as a transcoder": Setting(FAST, transcoder),
+    "fast, random-K": Setting(FAST, centred, "random_k"),
     "paper's start, E copied": Setting(FAST, encoder_copied),
-    "paper's start, E copied, random-K": Setting(FAST, encoder_copied, "random_k"),
-    "transcoder start, E copied": Setting(FAST, transcoder_encoder_copied),
-    "transcoder start, E copied, random-K": Setting(FAST, transcoder_encoder_copied, "random_k"),
     "E and D copied": Setting(FAST, encoder_decoder_copied),
-    "E and D copied, random-K": Setting(FAST, encoder_decoder_copied, "random_k"),
     "whole base": Setting(FAST, whole_base),
-    "whole base, random-K": Setting(FAST, whole_base, "random_k"),
-    "fast, shared expert held out": Setting(FAST, transcoder, changes=HELD_OUT),
-    "whole base, held out": Setting(FAST, base_held_out, changes=HELD_OUT),
-    "whole base, held out, penalty 0.01 on it": Setting(FAST, base_held_out, changes=HELD_OUT | on("expert 0", 0.01)),
-    "whole base, held out, penalty 0.1 on it": Setting(FAST, base_held_out, changes=HELD_OUT | on("expert 0", 0.1)),
-    **{
-        f"{name}, penalty {weight} on the mean gate": Setting(FAST, begin, changes=other | on("mean gate", weight))
-        for name, begin, other in (
-            ("paper's start", paper, {}),
-            ("paper's start, E copied", encoder_copied, {}),
-            ("E and D copied", encoder_decoder_copied, {}),
-            ("whole base, held out", base_held_out, HELD_OUT),
-        )
-        for weight in (0.001, 0.01, 0.1)
-    },
+    "paper's start, penalty 0.001": Setting(FAST, paper, penalty=0.001),
+    "paper's start, penalty 0.01": Setting(FAST, paper, penalty=0.01),
+    "E and D copied, penalty 0.01": Setting(FAST, encoder_decoder_copied, penalty=0.01),
 }
 """What the study compares."""
 
@@ -183,8 +159,8 @@ def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel,
     """Train one MxD for each seed, from one stream."""
     training = config.training
     ((number, layer),) = plan_layers(config, base).values()
-    if setting.changes:
-        layer = StudiedConfig(**layer.model_dump(), **setting.changes)
+    if setting.penalty is not None:
+        layer = PenalisedConfig(**layer.model_dump(), penalty=setting.penalty)
     jobs = [new_job(name, number, layer, seed, base.device) for seed in range(seeds)]
     stream = activation_stream(config, base)
     with progress(name, training.steps * training.batch_tokens) as advance:

@@ -28,7 +28,7 @@ from mxd.ops import sparse_decode
 C = TypeVar("C", bound="ReplacementConfig")
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-Start = Literal["paper", "transcoder"]
+Start = Literal["paper", "centred"]
 
 BOS_RADIUS = 0.05
 """An input counts as that of BOS up to this distance, relative to its norm. Seen in SmolLM2 and the bundled models:
@@ -249,12 +249,11 @@ class ReplacementLayer(nn.Module, ABC):
         Args:
             mean_in: mean of what the layer reads.
             mean_out: mean of the MLP's outputs; the output bias begins there (MxD, section 3.1).
-            start: ``paper`` leaves the rest as drawn. ``transcoder`` also centres the pre-activations, so that all
-                units are active equally often at first and few die, and makes a layer with a dense part begin as a
-                transcoder (this project's, docs/recipes.md).
+            start: ``paper`` leaves the rest as drawn. ``centred`` also centres the pre-activations, so that all units
+                are active equally often at first and few die (this project's, docs/recipes.md).
         """
         self.bias.copy_(mean_out)
-        if start == "transcoder":
+        if start == "centred":
             weight, bias = self.gate_parameters()
             bias.copy_(-(weight @ mean_in))
 

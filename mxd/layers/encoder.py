@@ -6,7 +6,6 @@ z = psi(x E_glu^T + b_glu) * (x E^T + b_E)                  GLU (MxD, section 2.
 
 from typing import TypeVar
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from pydantic import PositiveInt
@@ -76,14 +75,6 @@ class DenseEncoder(nn.Module):
         if self.glu_weight is None:
             return self.activation(linear)
         return self.activation(F.linear(x, self.glu_weight, self.glu_bias)) * linear
-
-    @torch.no_grad()
-    def make_constant(self, n: int) -> float:
-        """Give hidden unit ``n`` weights 0 and bias 1, and return the value it then has for every input."""
-        for weight, bias in ((self.weight, self.bias), (self.glu_weight, self.glu_bias)):
-            if weight is not None and bias is not None:
-                weight[n], bias[n] = 0.0, 1.0
-        return float(self(self.weight.new_zeros(1, self.weight.shape[1]))[0, n])
 
     def copy_from(self, base: MLPWeights) -> None:
         """Copy the base MLP's encoder; a missing bias is zero.

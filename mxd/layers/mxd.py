@@ -51,6 +51,11 @@ class MxDConfig(EncodedConfig):
         return MxD(self)
 
 
+SPREAD = 2.0
+"""What ``start: centred`` multiplies the drawn ``C`` by. ``D`` learns through the signs of ``C``: where these are small
+against what ``C`` learns, all experts come to share the few directions that ``D`` learns first (docs/recipes.md)."""
+
+
 class MxD(ReplacementLayer):
     """Mixture of Decoders. Units are experts."""
 
@@ -106,12 +111,10 @@ class MxD(ReplacementLayer):
 
     @torch.no_grad()
     def start(self, mean_in: Tensor, mean_out: Tensor, start: Start = "paper") -> None:
-        """As the base's; ``transcoder`` sets ``z D = 1`` by way of hidden unit 0 and ``C = 0``: ``y^ = a C + b``."""
+        """As the base's; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
         super().start(mean_in, mean_out, start)
-        if start == "transcoder":
-            constant = self.encoder.make_constant(0)
-            self.decoder.zero_()[0] = 1 / constant
-            self.expert_scale.zero_()
+        if start == "centred":
+            self.expert_scale *= SPREAD
 
     def _hidden(self, x: Tensor) -> Tensor:
         return self.encoder(x) @ self.decoder

@@ -108,7 +108,9 @@ def test_a_transcoder_in_disguise_is_all_gate_though_its_rank_is_full(gpt2):
     """An MxD whose ``z D`` is the same for every token."""
     layer = layer_for(gpt2, 1)
     with torch.no_grad():
-        constant = layer.encoder.make_constant(0)
+        for name, parameter in layer.encoder.named_parameters():  # hidden unit 0: weights 0, biases 1
+            parameter[0] = float("bias" in name)
+        constant = layer.encoder(torch.zeros(1, layer.config.d_in))[0, 0]
         layer.decoder.copy_(1e-4 * torch.randn(layer.decoder.shape))
         layer.decoder[0] = 1 / constant
     x, y = activations(gpt2, 1, layer)

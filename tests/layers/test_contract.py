@@ -77,20 +77,20 @@ def test_the_papers_start_sets_the_output_bias_alone(layer):
     assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters() if name != "bias")
 
 
-def test_the_transcoder_start_centres_the_gates(layer):
+def test_the_centred_start_centres_the_gates(layer):
     mean_in, mean_out = means(layer)
-    layer.start(mean_in, mean_out, "transcoder")
+    layer.start(mean_in, mean_out, "centred")
     torch.testing.assert_close(layer.pre_activations(mean_in), torch.zeros(UNITS, dtype=torch.float64))
     assert torch.equal(layer.bias, mean_out)
 
 
-def test_the_transcoder_start_answers_the_mean_and_can_learn(config):
+def test_the_centred_start_answers_the_mean_and_can_learn(config):
     """As drawn, and not only with random weights: the output is the bias, and something below it has a gradient."""
     if config.reads == "mlp_out":
         pytest.skip("autoencoders begin with decoders tied to their encoders")
     layer = config.build().train()
     mean_in, mean_out = (m.float() for m in means(layer))
-    layer.start(mean_in, mean_out, "transcoder")
+    layer.start(mean_in, mean_out, "centred")
     x = torch.randn(9, config.d_in)
     out = layer(x)
     torch.testing.assert_close(out, mean_out.expand(9, -1))

@@ -260,19 +260,13 @@ def test_copy_base_refuses_another_shape(config, change):
         layer.copy_base(base_weights(False, True))
 
 
-# --- the transcoder start -----------------------------------------------------------------------------------------
+# --- the centred start ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("glu", [False, True])
-def test_after_the_transcoder_start_an_mxd_is_the_transcoder_with_decoder_c(mlp, randomise, activation, glu):
-    config = MxDConfig(num_units=N, sparsity=TopKConfig(k=3), activation=activation, glu=glu).inherit(mlp)
-    layer = randomise(config.build())
-    layer.start(torch.zeros(config.d_in).double(), torch.randn(config.d_out).double(), "transcoder")
-    assert torch.equal(layer.expert_scale, torch.zeros_like(layer.expert_scale))
-    x = torch.randn(20, config.d_in, dtype=torch.float64)
-    torch.testing.assert_close(layer.encoder(x) @ layer.decoder, torch.ones(20, config.d_out, dtype=torch.float64))
-    layer.expert_scale.data.normal_()
-    code = layer.encode(x)
-    features = torch.zeros(20, N, dtype=torch.float64).scatter(1, code.indices, code.values)
-    torch.testing.assert_close(layer(x), features @ layer.expert_scale + layer.bias)
+def test_the_centred_start_spreads_c_and_leaves_the_dense_part_as_drawn(config):
+    drawn, layer = config.build(seed=3), config.build(seed=3)
+    layer.start(torch.randn(config.d_in), torch.randn(config.d_out), "centred")
+    assert torch.equal(layer.expert_scale, 2 * drawn.expert_scale)
+    kept = {"encoder.weight", "encoder.bias", "encoder.glu_weight", "encoder.glu_bias", "gate", "decoder"}
+    parameters = dict(layer.named_parameters())
+    assert all(torch.equal(parameters[name], p) for name, p in drawn.named_parameters() if name in kept)
