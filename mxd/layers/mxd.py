@@ -114,7 +114,7 @@ class MxD(ReplacementLayer):
         """As the base's; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
         super().start(mean_in, mean_out, start)
         if start == "centred":
-            self.expert_scale *= SPREAD
+            self.expert_scale.mul_(SPREAD)
 
     def _hidden(self, x: Tensor) -> Tensor:
         return self.encoder(x) @ self.decoder
