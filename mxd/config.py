@@ -119,7 +119,7 @@ class Recipe(Section):
 RECIPES = {
     "paper": Recipe(lr=1e-4, warmup_steps=5000),
     "short": Recipe(lr=1e-3, warmup_share=0.1),
-    "fast": Recipe(lr=2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="centred"),
+    "fast": Recipe(lr=2.2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="centred"),
 }
 """``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: the same for runs of some hundred to some thousand
 steps. ``fast``: the same quality from fewer tokens (docs/recipes.md)."""

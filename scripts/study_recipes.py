@@ -90,12 +90,6 @@ def gates_centred(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     layer.expert_scale.data /= SPREAD
 
 
-def c_spread(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """C twice as large alone, the gates as drawn."""
-    layer.start(*means, "paper")
-    layer.expert_scale.data *= SPREAD
-
-
 def encoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """The paper's, with the base MLP's encoder."""
     layer.encoder.copy_from(mlp)
@@ -121,7 +115,6 @@ class Setting:
     fields: str
     """Fields of `training`, separated by blanks."""
     begin: Callable[[MxD, MLPWeights, Means], None]
-    sparsity: str = "topk"
     penalty: float | None = None
     """Weight of the penalty on the mean gate."""
 
@@ -132,25 +125,20 @@ SETTINGS = {
     "short, all tokens": Setting(f"recipe=short {WHOLE}", paper),
     "short": Setting("recipe=short tokens=544768", paper),
     "fast": Setting(FAST, centred),
-    "fast, all tokens": Setting(f"recipe=fast {WHOLE}", centred),
     "fast, paper's start": Setting(FAST, paper),
     "fast, gates centred alone": Setting(FAST, gates_centred),
-    "fast, C spread alone": Setting(FAST, c_spread),
     "fast, as a transcoder": Setting(FAST, transcoder),
-    "fast, random-K": Setting(FAST, centred, "random_k"),
     "paper's start, E copied": Setting(FAST, encoder_copied),
     "E and D copied": Setting(FAST, encoder_decoder_copied),
     "whole base": Setting(FAST, whole_base),
     "paper's start, penalty 0.001": Setting(FAST, paper, penalty=0.001),
-    "paper's start, penalty 0.01": Setting(FAST, paper, penalty=0.01),
-    "E and D copied, penalty 0.01": Setting(FAST, encoder_decoder_copied, penalty=0.01),
 }
 """What the study compares."""
 
 
 def configure(setting: Setting, changes: list[str]) -> RunConfig:
     """Return the run of one setting."""
-    replacement = f"replacements=[{{method: mxd, sparsity: {{kind: {setting.sparsity}, k: 32}}}}]"
+    replacement = "replacements=[{method: mxd, sparsity: {kind: topk, k: 32}}]"
     fields = [f"training.{one}" for one in setting.fields.split()]
     return load_config(CONFIG, pairs([replacement, *fields, *changes]))
 

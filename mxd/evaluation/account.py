@@ -61,7 +61,8 @@ class Account:
         self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "active", "effective"), 0.0)
 
     def see_means(self, x: Float[Tensor, "tokens d_in"]) -> None:
-        """Count a batch of the layer's inputs."""
+        """Count a batch of the layer's inputs, but those where its stored constant answers."""
+        x = x[~self.layer.at_bos(x)]
         self.moments.count(self.layer.encode(x))
         self.hidden = self.hidden + self.layer.hidden(x).double().sum(0)
 
@@ -72,8 +73,11 @@ class Account:
         code: Code,
         prediction: Float[Tensor, "tokens d_out"],
     ) -> None:
-        """Count a batch of inputs and targets, given the code and the prediction computed for them."""
+        """Count a batch of inputs and targets, as ``see_means`` does, given the code and the prediction for them."""
         layer, bias = self.layer, self.layer.bias
+        kept = ~layer.at_bos(x)
+        x, y, prediction = x[kept], y[kept], prediction[kept]
+        code = code._replace(values=code.values[kept], indices=code.indices[kept])
         mean_code = self.moments.mean_code(x)
         mean_hidden = torch.as_tensor(self.hidden) / max(self.moments.tokens, 1)
         mean_gate = layer.decode(x, mean_code)

@@ -93,6 +93,14 @@ def test_a_transcoder_is_all_gate_and_its_skip_stands_apart(gpt2, fields):
         assert torch.equal(layer.decode(x, code, layer.hidden(x).mean(0)), layer.decode(x, code))
 
 
+def test_tokens_where_the_stored_constant_answers_are_left_out(gpt2):
+    layer = layer_for(gpt2, 1, bos_constant=True)
+    x, y = activations(gpt2, 1, layer)
+    layer.store_bos(x[3], 1e4 * y[3])
+    rest = torch.arange(TOKENS) != 3
+    assert accounted(layer, x, y).report() == pytest.approx(accounted(layer, x[rest], y[rest]).report())
+
+
 def test_a_dense_mlp_in_disguise_is_all_dense(gpt2):
     """An MxD that is the base MLP: one expert always on."""
     layer = layer_for(gpt2, 1)
