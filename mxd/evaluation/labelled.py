@@ -89,12 +89,7 @@ def _exists(path: Path) -> bool:
 def _checked(name: str, rows: Iterator[dict[str, Any]], text_column: str, label_column: str) -> LabelledTexts:
     texts, labels, spans = [], [], []
     for number, row in enumerate(rows, 1):
-        for column in (text_column, label_column):
-            if column not in row:
-                have = ", ".join(map(str, row))
-                raise MxdError(
-                    f"{name}, row {number}: no column {column!r}; it has: {have}. Set --text-column, --label-column."
-                )
+        check_columns(f"{name}, row {number}", row, {"--text-column": text_column, "--label-column": label_column})
         text, label = row[text_column], row[label_column]
         if not isinstance(text, str):
             raise MxdError(f"{name}, row {number}: {text_column!r} is {text!r}; expected a text.")
@@ -148,6 +143,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except (OSError, ValueError, csv.Error) as error:
         raise MxdError(f"cannot read texts from {str(path)!r}: {error}") from error
+
+
+def check_columns(where: str, row: dict[str, Any], wanted: dict[str, str]) -> None:
+    """Refuse a row that lacks a column; ``wanted`` has the option that names each.
+
+    Raises:
+        MxdError: so.
+    """
+    for column in wanted.values():
+        if column not in row:
+            have = ", ".join(map(str, row))
+            raise MxdError(f"{where}: no column {column!r}; it has: {have}. Set {', '.join(wanted)}.")
 
 
 def _object(row: Any, path: Path, number: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mxd.data import head_ids, mask_of, special_ids
 from mxd.errors import MxdError
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
-from mxd.evaluation.labelled import SUFFIXES, read_rows
+from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
 from mxd.model import FrozenModel
@@ -288,12 +288,7 @@ def scored_texts(
     texts: list[str] = []
     found: list[Score] = []
     for number, row in enumerate(read_rows(path), 1):
-        for column in (text_column, score_column):
-            if column not in row:
-                have = ", ".join(map(str, row))
-                raise MxdError(
-                    f"{path}, row {number}: no column {column!r}; it has: {have}. Set --text-column, --score-column."
-                )
+        check_columns(f"{path}, row {number}", row, {"--text-column": text_column, "--score-column": score_column})
         text, score = row[text_column], row[score_column]
         if path.suffix == ".csv":
             score = _numeric(score)
