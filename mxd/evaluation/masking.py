@@ -303,10 +303,10 @@ def scored_texts(
     return texts, found
 
 
-def _numeric(cell: Any) -> Any:
+def _numeric(cell: str | None) -> Any:
     try:
-        return float(cell)
-    except (TypeError, ValueError):
+        return float({"true": "1", "false": "0"}.get(cell.lower(), cell)) if cell is not None else None
+    except ValueError:
         return cell
 
 

@@ -220,6 +220,7 @@ class ByHand:
         self.drawn = halves(model.tokenizer, texts, groups, names, 100, 128)
         self.kept = {n: ~np.isin(row, self.masked) for n, row in enumerate(self.drawn.rows)}
         assert any((~kept).any() for kept in self.kept.values())
+        self.targets = {n: ~np.isin(row, model.tokenizer.all_special_ids) for n, row in enumerate(self.drawn.rows)}
 
     @property
     def sets(self):
@@ -234,10 +235,10 @@ class ByHand:
 
     def losses(self, mask):
         ce = lambda row: hooked_ce(self.model, row, self.layers, mask)  # noqa: E731
-        return {n: ce(self.drawn.rows[n])[self.kept[n][1:]] for n in self.drawn.measuring}
+        return {n: ce(self.drawn.rows[n])[self.targets[n][1:]] for n in self.drawn.measuring}
 
     def base_losses(self):
-        return {n: row_ce(self.model, self.drawn.rows[n])[self.kept[n][1:]] for n in self.drawn.measuring}
+        return {n: row_ce(self.model, self.drawn.rows[n])[self.targets[n][1:]] for n in self.drawn.measuring}
 
     def by_group(self, losses, groups):
         """Mean and standard error of each group."""
@@ -478,6 +479,8 @@ def test_scored_texts_of_every_format(tmp_path, suffix):
     path = write_scored(tmp_path, suffix, rows)
     assert scored_texts(path) == (['a "b",\nc', "é"], [0.5, 2.0])
     assert scored_texts(path, score_column="toxic")[1] == [1.0, 0.0]
+    assert scored_texts(write_scored(tmp_path, suffix, [{"text": "a", "score": True}])) == (["a"], [1.0])
+    path = write_scored(tmp_path, suffix, rows)
     if suffix != ".csv":
         own = write_scored(tmp_path, suffix, [{"text": "a b", "score": [0.5, 1]}, {"text": "c", "score": [2.0]}])
         assert scored_texts(own) == (["a b", "c"], [[0.5, 1], [2.0]])
@@ -491,6 +494,7 @@ def test_bad_scored_texts_are_named(tmp_path):
         ("a.txt", "x", r"expected a file: .csv, .jsonl, .parquet"),
         ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
         ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score ''"),
+        ("k.csv", "text,score\na\n", "row 1: got the text 'a' and the score None"),
         ("h.csv", "text,score\na,nan\n", "row 1: got the text 'a' and the score nan"),
         ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
         ("j.jsonl", '{"text": "a"}\n', "row 1: no column 'score'; it has: text"),
