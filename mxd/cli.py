@@ -713,9 +713,10 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
 
 def _show(found: dict[str, Any]) -> None:
+    from mxd.progress import PlainConsole
     from mxd.report.tables import tasks_table, terminal_tables
 
-    _print(*terminal_tables(found))
+    _print(*terminal_tables(found, PlainConsole().width))
     if "lm_eval" in found:
         _print(tasks_table(found["lm_eval"]))
 

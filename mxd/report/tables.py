@@ -48,17 +48,30 @@ def _place(item: tuple[str, Any]) -> tuple[int, str, int]:
     return first["layer"], first["method"], first["k"] or 0
 
 
-def terminal_tables(evaluation: Mapping[str, Any]) -> list[Table]:
-    """Return an evaluation as rich tables."""
+def terminal_tables(evaluation: Mapping[str, Any], width: int = 160) -> list[Table]:
+    """Return an evaluation as rich tables for so many columns of text; one that is wider goes on in others below."""
     found = []
-    for title, (header, *rows) in zip((caption(evaluation), TITLES[1]), tables(evaluation), strict=True):
-        table = Table(title=title, title_justify="left")
-        for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        found.append(table)
+    for title, rows in zip((caption(evaluation), TITLES[1]), tables(evaluation), strict=True):
+        for i, chosen in enumerate(_fitting(rows, width)):
+            table = Table(title=None if i else title, title_justify="left")
+            for column in chosen:
+                table.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
+            for row in rows[1:]:
+                table.add_row(*(row[column] for column in chosen))
+            found.append(table)
     return found
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """Return the columns of each table, which all begin with those that say which splice a row is."""
+    widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
+    head = list(range(len(HEAD)))
+    parts = [head]
+    for column in range(len(HEAD), len(widths)):
+        if parts[-1] != head and 1 + sum(widths[i] for i in [*parts[-1], column]) > width:
+            parts.append(head)
+        parts[-1] = [*parts[-1], column]
+    return parts
 
 
 def markdown_tables(evaluation: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mxd.errors import MxdError
 from mxd.report.figures import frontier
@@ -74,6 +75,13 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
     ]
     assert cells["mean gate"] == cells["skip"] == "-", "not measured"
     assert [table.row_count for table in terminal_tables(found)] == [3, 3]
+    for width in (1, 50, 80, 160, 1000):
+        narrow = terminal_tables(found, width)
+        heads = [[column.header for column in table.columns] for table in narrow]
+        assert all(head[:3] == ["method", "layer", "sparsity"] and len(head) > 3 for head in heads)
+        assert [name for head in heads for name in head[3:]] == [name for rows in tables(found) for name in rows[0][3:]]
+        assert sum(table.title is not None for table in narrow) == 2
+        assert width < 50 or max(Console(width=2000).measure(table).maximum for table in narrow) <= width
     assert [row[2] for row in faithful[1:]] == [row[2] for row in decomposed[1:]] == ["k4", "k8", "k16"]
     markdown = markdown_tables(found)
     assert markdown.count("| TC | 3 | k8 |") == 2 and "*fixed*: NMSE when" in markdown
