@@ -1,16 +1,22 @@
-"""Is it faithful, and does it decompose? The frontier figures, and every number of them in one table."""
+"""Is it faithful, and does it decompose? The frontier figures, and every number of them in two tables."""
 
 import math
 from collections.abc import Callable, Sequence
 
-from mxd.metrics import DECOMPOSITION, FAITHFULNESS
+from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric
 from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
-METRICS = (*FAITHFULNESS, *DECOMPOSITION[1:])
-"""What stands in the table, with what tells a decomposition beside what tells faithfulness."""
+TABLES = (
+    ("Is it faithful? Every splice.", FAITHFULNESS),
+    (
+        "Does it decompose? A low error with “routed” near 0, or “shared” near 1, is a dense MLP in disguise; one with "
+        "“fixed” near NMSE is a transcoder, or one in disguise.",
+        DECOMPOSITION,
+    ),
+)
 
 FIGURES = (
     ("normalized MSE", "normalized_mse", None),
@@ -29,7 +35,7 @@ def section(run: Run) -> Section | None:
         *_by_activity(found),
         *_by_rank(found, run.results("structure")),
         *_variants(found),
-        _table(found),
+        *(_table(found, caption, metrics) for caption, metrics in TABLES),
         *_tasks(run),
     ]
     first, document = found[0][1], run.documents["evaluation"][0]
@@ -172,17 +178,12 @@ def _variants(found: Found) -> list[Block]:
     return [Figure(title, panels)] if panels else []
 
 
-def _table(found: Found) -> Table:
+def _table(found: Found, caption: str, metrics: Sequence[Metric]) -> Table:
     rows = []
     for replacement, result in found:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)
-        rows.append([Cell(head), *(number(_value(result, metric.key), metric.form) for metric in METRICS)])
-    caption = (
-        "Every splice. Left of “mean gate”: is it faithful? From there on: does it decompose? A low error with "
-        "“routed” near 0, or “shared” near 1, is a dense MLP in disguise; one with “fixed” near NMSE is a transcoder, "
-        "or one in disguise."
-    )
-    columns = [Column(metric.title, metric.says, metric.better) for metric in METRICS]
+        rows.append([Cell(head), *(number(_value(result, metric.key), metric.form) for metric in metrics)])
+    columns = [Column(metric.title, metric.says, metric.better) for metric in metrics]
     return Table(caption, [Column("splice"), *columns], rows, legend=True)
 
 
