@@ -145,8 +145,12 @@ def test_the_command_line_ends_with_0_after_sigterm(written, at_step, capsys):
 
 def test_the_second_ctrl_c_leaves_at_once(whole, config, trained_gpt2, at_step, monkeypatch):
     at_step(7, kill_self(signal.SIGINT, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        train(config, model=trained_gpt2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins ignoring it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config, model=trained_gpt2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert states(config) == [5]
     resumes(whole, config, trained_gpt2)
 
