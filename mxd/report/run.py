@@ -189,8 +189,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = parse_json(line)
-            row["replacement"], float(row["normalized_mse"]), int(row["tokens"])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            row["replacement"].encode(), float(row["normalized_mse"]), int(row["tokens"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise MxdError(
                 f"{path}, line {number}, is not what `mxd train` writes; delete it from there on."
             ) from error

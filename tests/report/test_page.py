@@ -322,8 +322,9 @@ METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
         ("metrics.jsonl", METRICS + b"[" * 100_000, "metrics.jsonl, line 2"),
         ("metrics.jsonl", METRICS.replace(b"64", b"1e999"), "metrics.jsonl, line 1"),
         ("metrics.jsonl", METRICS.replace(b"0.5", b"9" * 400), "metrics.jsonl, line 1"),
+        ("metrics.jsonl", METRICS.replace(b'"a"', b"null"), "metrics.jsonl, line 1"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_damaged_file_is_named(tmp_path, file, text, said):
     (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
