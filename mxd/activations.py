@@ -22,11 +22,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mxd.common.errors import MxdError
+from mxd.common.processes import ALONE, Processes
+from mxd.common.stop import Stopped
 from mxd.data import Blocks, mask_of
-from mxd.distributed import ALONE, Processes
-from mxd.errors import MxdError
 from mxd.model import FrozenModel
-from mxd.stop import Stopped
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.activations import Batch, Cursor, Mine
-from mxd.errors import MxdError, typed
+from mxd.common.errors import MxdError, typed
+from mxd.common.parsing import parse_json
+from mxd.common.progress import progress
 from mxd.model import DTYPES
-from mxd.plain import parse_json
-from mxd.progress import progress
 from mxd.store import Location, Store, open_store, sha256
 
 FORMAT = 3

@@ -17,11 +17,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from pydantic import BaseModel, ValidationError
 
-from mxd.errors import MxdError, printable
+from mxd.common.errors import MxdError, printable
+from mxd.common.markdown import grid, literal
+from mxd.common.parsing import sayable
 from mxd.layers import ReplacementConfig
-from mxd.markdown import grid, literal
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
-from mxd.plain import sayable
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),

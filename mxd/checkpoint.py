@@ -31,10 +31,10 @@ from torch import Tensor
 
 from mxd import hub
 from mxd.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
-from mxd.errors import MxdError, MxdWarning
+from mxd.common.errors import MxdError, MxdWarning
+from mxd.common.parsing import file_sha256, parse_json, read_text, regular
 from mxd.hub import HubReference
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
-from mxd.plain import file_sha256, parse_json, read_text, regular
 
 FORMAT = 1
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")

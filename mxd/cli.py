@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from cyclopts import App, Parameter
 
 from mxd import __version__
-from mxd.errors import MxdError, printable, typed
+from mxd.common.errors import MxdError, printable, typed
 from mxd.questions import (
     DEFAULTS,
     PURGING,
@@ -713,7 +713,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from mxd.progress import PlainConsole
+    from mxd.common.progress import PlainConsole
     from mxd.report.tables import tasks_table, terminal_tables
 
     _print(*terminal_tables(found, PlainConsole().width))
@@ -732,7 +732,7 @@ def _save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Pat
 
 
 def _print(*lines: Any) -> None:
-    from mxd.progress import PlainConsole
+    from mxd.common.progress import PlainConsole
 
     console = PlainConsole()
     for line in lines:
@@ -790,7 +790,7 @@ def _end_bars() -> None:
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback."""
-    from mxd import errors
+    from mxd.common import errors
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")

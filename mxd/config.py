@@ -20,10 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
+from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml, read_text
 from mxd.layers import LAYERS, AnyReplacement, Start
 from mxd.layers.sizing import Match
-from mxd.plain import MOST_YAML_BYTES, parse_yaml, read_text
 from mxd.questions import EvaluationConfig, Section
 
 MOST_REPLACEMENTS = 10_000

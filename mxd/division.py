@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mxd.activations import Share
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import ReplacementConfig
 
 

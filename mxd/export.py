@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData, save_torch_state_dict
 from torch import Tensor, nn
 
 from mxd.checkpoint import FORMAT, Trained, atomic_folder, load_layer, load_layers, read_json, versions, write_json
-from mxd.errors import MxdError, printable
+from mxd.common.errors import MxdError, printable
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
 from mxd.splice import Replacement, SplicedMLP, Where, spliced

@@ -36,7 +36,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 
 Cards = Callable[[str | None], Mapping[str, str]]
 """Builds the README files of an upload: commit that they point to, where known -> path in the repository -> text."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from mxd.common.processes import ALONE, Processes, placed_as, whole
 from mxd.config import TrainingConfig
-from mxd.distributed import ALONE, Processes, placed_as, whole
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer
 from mxd.losses import normalize, squared_error
 from mxd.ops import Proposals, proposals_on

@@ -22,11 +22,11 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mxd.errors import MxdError, unknown
+from mxd.common.errors import MxdError, unknown
+from mxd.common.hardware import free_memory
+from mxd.common.parsing import file_sha256, parse_json, read_text
 from mxd.layers import MLPShape, MLPWeights
 from mxd.layers.base import Activation
-from mxd.machine import free_memory
-from mxd.plain import file_sha256, parse_json, read_text
 from mxd.vetting import Held, Place, bounded, find_weights, read_config
 
 BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from mxd.activations import buffer_bytes
+from mxd.common.errors import MxdError
+from mxd.common.hardware import free_disk, free_memory, resident
+from mxd.common.processes import ALONE, Processes, local_device
+from mxd.common.progress import console
 from mxd.config import RunConfig, load_config
 from mxd.data import BUNDLED
-from mxd.distributed import ALONE, Processes, local_device
 from mxd.division import Division, divide
-from mxd.errors import MxdError
 from mxd.layers import ReplacementConfig, size
 from mxd.layers.sparsity import TopKConfig
 from mxd.losses import normalize, squared_error
-from mxd.machine import free_disk, free_memory, resident
 from mxd.meter import Cost, meter
 from mxd.model import DTYPES, FrozenModel, bundled, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
-from mxd.progress import console
 
 ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""

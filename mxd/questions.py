@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from mxd.errors import MxdError, redact
+from mxd.common.errors import MxdError, redact
 
 S = TypeVar("S", bound="Section")
 

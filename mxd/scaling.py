@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
 from mxd.division import divide
-from mxd.machine import copy_speed, product_speed
 from mxd.model import DTYPES
 from mxd.plan import Plan, Work
 

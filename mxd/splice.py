@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mxd.checkpoint import Provenance, Trained, load_layer
-from mxd.errors import MxdError, MxdWarning
+from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, wrap
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from mxd.activations import MOST_USELESS, Cursor
 from mxd.checkpoint import atomic_file, clear_partials, partial_name, publish, settle, write_json, writing
-from mxd.distributed import ALONE, Processes
-from mxd.errors import MxdError
-from mxd.plain import file_sha256, parse_json, read_text, regular
-from mxd.progress import console
+from mxd.common.errors import MxdError
+from mxd.common.parsing import file_sha256, parse_json, read_text, regular
+from mxd.common.processes import ALONE, Processes
+from mxd.common.progress import console
 
 FORMAT = 3
 RUN_FILE = "run_id"

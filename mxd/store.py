@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mxd.checkpoint import atomic_file, is_partial, writing
-from mxd.errors import MxdError, redact
-from mxd.plain import file_sha256, regular
+from mxd.common.errors import MxdError, redact
+from mxd.common.parsing import file_sha256, regular
 
 Location = str | Path
 """A folder of this machine, or a URL."""

@@ -18,10 +18,10 @@ from mxd.cache import (
     mixed_batches,
     write_cache,
 )
+from mxd.common.errors import MxdError, typed
+from mxd.common.processes import ALONE, Processes, launched, local_device
 from mxd.config import RunConfig, plain_config, recorded
 from mxd.data import documents, special_ids, text_hash, token_blocks
-from mxd.distributed import ALONE, Processes, launched, local_device
-from mxd.errors import MxdError, typed
 from mxd.model import FrozenModel, load_frozen
 from mxd.store import Location
 

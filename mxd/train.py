@@ -32,18 +32,18 @@ from mxd.checkpoint import (
     versions,
     writing,
 )
+from mxd.common.errors import MxdError, SharedError, typed
+from mxd.common.lock import LOCK_FILE, locked
+from mxd.common.parsing import differences
+from mxd.common.processes import Processes, launched
+from mxd.common.progress import console, progress
+from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.config import RunConfig, config_hash, dump_config, load_config, plain_config, recorded
-from mxd.distributed import Processes, launched
-from mxd.errors import MxdError, SharedError, typed
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import ReplacementLayer
-from mxd.lock import LOCK_FILE, locked
 from mxd.model import FrozenModel
-from mxd.plain import differences
 from mxd.plan import as_recorded, prepare
-from mxd.progress import console, progress
 from mxd.state import RUN_FILE, Info, State, load_state, new_run, run_of, save_state
-from mxd.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.stream import BASE, activation_stream, bos_activations, load_base, masked_ids_of, origin
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from mxd.plain import parse_json, read_text, regular
+from mxd.common.parsing import parse_json, read_text, regular
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -25,6 +25,7 @@ import torch
 from bench_run import proposals
 from torch import Tensor
 
+from mxd.common.progress import progress
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
 from mxd.evaluation.faithfulness import Reconstruction
@@ -33,7 +34,6 @@ from mxd.model import FrozenModel, load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import proposals_pay
 from mxd.plan import plan_layers
-from mxd.progress import progress
 from mxd.stream import activation_stream
 
 Counts = dict[str, Counter[str]]

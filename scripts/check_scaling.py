@@ -64,8 +64,8 @@ def measure(file: Path) -> None:
     """Measure in this process, one of a launch."""
     import torch
 
-    from mxd.distributed import launched
-    from mxd.machine import copy_speed, product_speed
+    from mxd.common.hardware import copy_speed, product_speed
+    from mxd.common.processes import launched
 
     with launched() as processes:
         found = []

@@ -43,7 +43,7 @@ from hypothesis.errors import Flaky  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fuzzing.targets import TARGETS, Target  # noqa: E402
 
-from mxd.errors import MxdError  # noqa: E402
+from mxd.common.errors import MxdError  # noqa: E402
 
 SECONDS = 5.0
 """A loader that takes more time of the processor hangs."""

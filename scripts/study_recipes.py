@@ -19,8 +19,9 @@ import torch
 from check_quality import held_out_activations, pairs
 from torch import Tensor
 
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.config import RunConfig, load_config
-from mxd.errors import MxdError
 from mxd.evaluation.account import Account
 from mxd.evaluation.faithfulness import Reconstruction
 from mxd.jobs import Job, learning_rate, new_job, train_step
@@ -29,7 +30,6 @@ from mxd.layers.base import code_product
 from mxd.layers.mxd import SPREAD, MxD, MxDConfig
 from mxd.model import FrozenModel, load_frozen
 from mxd.plan import plan_layers
-from mxd.progress import progress
 from mxd.stream import activation_stream
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"

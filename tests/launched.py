@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mxd.common.errors import MxdError
+from mxd.common.processes import launched
 from mxd.config import parse_config
-from mxd.distributed import launched
-from mxd.errors import MxdError
 from mxd.model import load_frozen
 from mxd.stream import cache_activations
 

@@ -14,10 +14,10 @@ import time
 
 import torch
 
-from mxd import distributed
-from mxd.distributed import Processes, launched
-from mxd.errors import MxdError
-from mxd.stop import stop_signal
+from mxd.common import processes as launch
+from mxd.common.errors import MxdError
+from mxd.common.processes import Processes, launched
+from mxd.common.stop import stop_signal
 
 
 def gone(what: str, processes: Processes) -> None:
@@ -38,7 +38,7 @@ def main(what: str) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    distributed.QUIET, distributed.PATIENCE = 1.5, 2.0
+    launch.QUIET, launch.PATIENCE = 1.5, 2.0
     with launched(0.05 if what in ("stop-late", "late") else 10.0) as processes:
         assert processes.gather(processes.rank) == list(range(processes.world))
         assert torch.equal(processes.add(torch.ones(3)), torch.full((3,), float(processes.world)))

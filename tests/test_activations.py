@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mxd.activations import Cursor, activation_batches, ahead, buffer_bytes
+from mxd.common.errors import MxdError
 from mxd.data import token_blocks
-from mxd.errors import MxdError
 from mxd.model import load_frozen
 
 CONTEXT, BATCH = 9, 8

@@ -42,9 +42,9 @@ from mxd.cache import (
     mixed_runs,
     write_cache,
 )
+from mxd.common.errors import MxdError
+from mxd.common.processes import Processes
 from mxd.config import dump_config, parse_config
-from mxd.distributed import Processes
-from mxd.errors import MxdError
 from mxd.model import load_frozen
 from mxd.store import Store, redact
 from mxd.stream import activation_stream, cache_activations

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 from mxd.card import Evaluation, Member, layer_card, license_of, set_card
 from mxd.checkpoint import Provenance
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.sparsity import TopKConfig
 

@@ -24,7 +24,7 @@ from mxd.checkpoint import (
     load_layers,
     save_layer,
 )
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import RandomKConfig, ReLUL1Config, TopKConfig

@@ -13,7 +13,7 @@ import pytest
 from command import mxd
 
 from mxd import __version__
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 
 CONFIG = """
 run: r

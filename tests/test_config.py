@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mxd.common.errors import MxdError
 from mxd.config import RECIPES, dump_config, expand, fields_help, load_config, parse_config
-from mxd.errors import MxdError
 from mxd.layers import MLPShape, size
 
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))

@@ -16,8 +16,8 @@ from damage import flipped
 from datasets import Dataset, load_dataset
 
 from mxd import data
+from mxd.common.errors import MxdError
 from mxd.data import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
-from mxd.errors import MxdError
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
 from mxd.model import BUNDLED, bundled, bundled_path, load_frozen, outline
 
@@ -634,8 +634,8 @@ def test_parts_of_a_hub_dataset_are_disjoint_and_cover_it(monkeypatch):
 def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
     import datasets
 
+    from mxd.common.errors import MxdError
     from mxd.data import documents
-    from mxd.errors import MxdError
 
     def broken():
         yield {"text": "one"}

@@ -21,7 +21,7 @@ from transformers.utils import quantization_config
 
 import mxd.export
 from mxd.checkpoint import Provenance, Trained, save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.export import export_checkpoints, export_model
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig

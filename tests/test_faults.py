@@ -21,11 +21,11 @@ from command import mxd
 from runs import assert_same_run, metrics, small
 
 from mxd.checkpoint import load_layer
+from mxd.common.errors import MxdError
+from mxd.common.lock import locked
+from mxd.common.stop import Interrupted, Preempted
 from mxd.config import dump_config
 from mxd.data import documents
-from mxd.errors import MxdError
-from mxd.lock import locked
-from mxd.stop import Interrupted, Preempted
 from mxd.train import train
 
 module = importlib.import_module("mxd.train")
@@ -403,7 +403,7 @@ def test_another_error_of_torch_is_not_taken_for_it(config, trained_gpt2, at_ste
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mxd.lock import locked
+from mxd.common.lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(60)

@@ -27,16 +27,16 @@ from safetensors.torch import load_file, save_file
 
 import mxd
 from mxd.checkpoint import Provenance, load_layer, load_layers, read_json, save_layer
+from mxd.common.errors import MxdError, MxdWarning, printable, redact, typed
+from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
+from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config
 from mxd.data import documents
-from mxd.errors import MxdError, MxdWarning, printable, redact, typed
 from mxd.evaluation.labelled import labelled_texts
 from mxd.formats.base import Settings, read_settings, read_tensors
 from mxd.layers import parse_layer
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.plain import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
-from mxd.progress import PlainConsole
 from mxd.splice import RevisionWarning
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"

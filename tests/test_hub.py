@@ -24,7 +24,7 @@ from loopback_hub import Blob, LoopbackHub, Repo
 
 import mxd
 from mxd.checkpoint import Provenance, UnhashedWarning, find_layers, load_layer, load_layers, pull, push, save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.hub import HubReference, cached_reference, reference_of
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig

@@ -12,13 +12,7 @@ import mxd
 ROOT = Path(mxd.__file__).parent
 
 ORDER = [
-    "errors",
-    "plain",
-    "progress",
-    "lock",
-    "stop",
-    "distributed",
-    "machine",
+    "common",
     "meter",
     "ops",
     "layers",
@@ -28,7 +22,6 @@ ORDER = [
     "data",
     "activations",
     "hub",
-    "markdown",
     "metrics",
     "card",
     "checkpoint",
@@ -113,7 +106,7 @@ def test_the_reader_sees_imports():
     assert "mxd.layers.base" in imports("mxd.layers.mxd")
     assert "mxd.config" in imports("mxd.cli")  # inside a function
     assert "torch" in imports("mxd.losses")
-    assert "mxd.errors" in imports("mxd.cli")  # from mxd import errors
+    assert "mxd.common.errors" in imports("mxd.cli")  # from mxd.common import errors
     assert sum(len(ours(name)) for name in FILES) > 50
 
 

@@ -7,7 +7,7 @@ import torch
 from runs import small
 
 from mxd.checkpoint import load_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.model import load_frozen
 from mxd.plan import plan_run
 from mxd.splice import spliced

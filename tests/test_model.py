@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
@@ -454,7 +454,7 @@ def _write_gguf(gguf, module, tokenizer, path):
 
 
 def test_a_folder_without_tokenizer_files_is_refused(build_model, tmp_path):
-    from mxd.errors import MxdError
+    from mxd.common.errors import MxdError
     from mxd.model import load_frozen
 
     build_model("gpt2").save_pretrained(tmp_path)

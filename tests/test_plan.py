@@ -10,11 +10,11 @@ import yaml
 from command import mxd
 from runs import small
 
-from mxd import machine
 from mxd import plan as plan_module
-from mxd.errors import MxdError
+from mxd.common import hardware
+from mxd.common.errors import MxdError
+from mxd.common.hardware import _group_limits, copy_speed, free_disk, product_speed
 from mxd.layers import LAYERS, MLPShape, size
-from mxd.machine import _group_limits, copy_speed, free_disk, product_speed
 from mxd.meter import meter
 from mxd.model import load_frozen, outline
 from mxd.ops import metered_as
@@ -262,7 +262,7 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
 
 
 def test_speeds_and_free_disk_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LENGTH", 0.01)
+    monkeypatch.setattr(hardware, "LENGTH", 0.01)
     cpu = torch.device("cpu")
     assert product_speed(cpu) > 1e8 and copy_speed(cpu) > 1e7
     assert free_disk(tmp_path / "not" / "there") == pytest.approx(free_disk(tmp_path), rel=0.1)

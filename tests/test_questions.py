@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 
 from mxd import cli
+from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.errors import MxdError
 from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Section, checked
 
 COMMANDS = {

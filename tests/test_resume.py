@@ -15,11 +15,11 @@ import yaml
 from runs import assert_same_run, seal_state
 
 from mxd.checkpoint import load_layer
+from mxd.common.errors import MxdError
+from mxd.common.parsing import differences
+from mxd.common.stop import Interrupted
 from mxd.config import RunConfig, config_hash, dump_config, load_config, parse_config
-from mxd.errors import MxdError
 from mxd.model import load_frozen
-from mxd.plain import differences
-from mxd.stop import Interrupted
 from mxd.stream import cache_activations
 from mxd.train import train
 

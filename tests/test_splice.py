@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mxd.checkpoint import Provenance, Trained
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig

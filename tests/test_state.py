@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from mxd.activations import Cursor
 from mxd.checkpoint import clear_partials
-from mxd.distributed import Processes
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
+from mxd.common.processes import Processes
 from mxd.state import Info, load_state, new_run, run_of, save_state
 
 RUN = "0123456789abcdef" * 2

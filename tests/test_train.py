@@ -16,8 +16,8 @@ from runs import assert_same_run, metrics, small, tensors
 from safetensors.torch import load_file
 
 from mxd.checkpoint import load_layer, read_config
+from mxd.common.errors import MxdError
 from mxd.config import dump_config
-from mxd.errors import MxdError
 from mxd.jobs import learning_rate, new_job
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
@@ -201,7 +201,7 @@ def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.machine")
+    module = importlib.import_module("mxd.common.hardware")
 
     class Little:
         available = 2**20

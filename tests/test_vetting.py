@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mxd
+from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.errors import MxdError
 from mxd.model import load_frozen, outline
 from mxd.stream import load_base
 from mxd.vetting import Held, bounded, check_config, measure_gguf

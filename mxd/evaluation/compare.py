@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxd.checkpoint import read_json
+from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.evaluation import answers
 from mxd.evaluation.checkpoints import open_checkpoints, save_results
@@ -15,7 +16,6 @@ from mxd.evaluation.generation import generate_checkpoints
 from mxd.evaluation.probing import probe_checkpoints
 from mxd.evaluation.steering import steer_checkpoints
 from mxd.plan import check_memory, plan_run
-from mxd.progress import console
 from mxd.questions import EvaluationConfig, Question
 from mxd.stream import load_base
 from mxd.train import train

@@ -20,14 +20,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mxd.checkpoint import Trained, load_layer
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import Blocks, mask_of, special_ids
-from mxd.errors import MxdError
 from mxd.evaluation.account import Account
 from mxd.evaluation.structure import streamed
 from mxd.layers import ReplacementLayer
 from mxd.losses import normalized_mse
 from mxd.model import FrozenModel
-from mxd.progress import progress
 from mxd.questions import DEFAULTS
 from mxd.splice import Replacement, Where, spliced
 

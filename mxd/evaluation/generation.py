@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import head_ids
-from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
 from mxd.model import FrozenModel
-from mxd.progress import progress
 from mxd.questions import DEFAULTS, GenerationConfig
 from mxd.splice import spliced
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation.faithfulness import Sets
 from mxd.model import FrozenModel
 from mxd.splice import spliced

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
+from mxd.common.parsing import parse_json, regular, sayable
 from mxd.model import bundled
-from mxd.plain import parse_json, regular, sayable
 from mxd.questions import DEFAULTS
 
 BUNDLED_SETS = ("factbook", "languages", "gender")

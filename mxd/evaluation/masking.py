@@ -19,16 +19,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.parsing import sayable
+from mxd.common.progress import Advance, progress
 from mxd.data import head_ids, mask_of, special_ids
-from mxd.errors import MxdError
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
 from mxd.model import FrozenModel
-from mxd.plain import sayable
-from mxd.progress import Advance, progress
 from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
 

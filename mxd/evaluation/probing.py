@@ -23,13 +23,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import head_ids
-from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS
 from mxd.model import FrozenModel
-from mxd.progress import progress
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
 

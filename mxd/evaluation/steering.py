@@ -28,13 +28,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mxd.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import head_ids
-from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued, greedy
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, load_frozen
-from mxd.progress import progress
 from mxd.questions import DEFAULTS, SteeringConfig
 from mxd.splice import check_provenance, spliced
 

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import Blocks, head_ids, mask_of
-from mxd.errors import MxdError
 from mxd.layers import Code, ReplacementLayer
 from mxd.model import FrozenModel
-from mxd.progress import progress
 from mxd.questions import DEFAULTS
 from mxd.splice import check_provenance
 

@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float, Int
 
 from mxd.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.progress import progress
 from mxd.data import Blocks
-from mxd.errors import MxdError
 from mxd.evaluation.bands import Band, BandSamples
 from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
 from mxd.model import FrozenModel
-from mxd.progress import progress
 from mxd.questions import DEFAULTS
 
 BINS = 4

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mxd.checkpoint import Provenance, fit_tensors
-from mxd.errors import MxdError, unknown
+from mxd.common.errors import MxdError, unknown
+from mxd.common.parsing import parse_json, parse_yaml, read_text, regular
 from mxd.layers import Code, ReplacementConfig
 from mxd.layers.sparsity import AnySparsity
 from mxd.layers.transcoder import Transcoder, TranscoderConfig
 from mxd.model import FrozenModel
-from mxd.plain import parse_json, parse_yaml, read_text, regular
 
 Reads = Literal["mlp_in", "normalized"]
 """``mlp_in``: the mlp module's input. ``normalized``: the same before the layer norm's affine part."""

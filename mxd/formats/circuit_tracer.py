@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.checkpoint import atomic_folder
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.formats.base import (
     Format,
     Found,

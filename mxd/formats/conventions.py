@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.model import FrozenModel
 
 READERS = (

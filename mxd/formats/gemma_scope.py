@@ -11,7 +11,7 @@ They predict what the block adds to the residual stream, which in Gemma is a nor
 
 from pathlib import Path
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.formats.base import (
     Format,
     Found,

@@ -23,7 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.formats.base import DTYPES, Format, Found, as_transcoder, site, take
 from mxd.formats.conventions import shift_input
 from mxd.layers.base import Activation, ReplacementConfig

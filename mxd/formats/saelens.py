@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt
 from safetensors.torch import save_file
 
 from mxd.checkpoint import atomic_folder, write_json
-from mxd.errors import MxdError, unknown
+from mxd.common.errors import MxdError, unknown
 from mxd.formats.base import (
     Format,
     Found,

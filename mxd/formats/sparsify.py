@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 from safetensors.torch import save_file
 
 from mxd.checkpoint import atomic_folder, write_json
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.formats.base import (
     Format,
     Found,

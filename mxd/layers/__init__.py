@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from mxd.errors import MxdError, unknown
+from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer, Start
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig

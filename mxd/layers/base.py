@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.ops import sparse_decode
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers.base import (
     ACTIVATIONS,
     Activation,

@@ -2,7 +2,7 @@
 
 from typing import Literal, TypeVar
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers.base import ReplacementConfig
 
 Match = Literal["exact", "paper"]

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mxd.checkpoint import atomic_file
-from mxd.errors import printable
-from mxd.plain import sayable
+from mxd.common.errors import printable
+from mxd.common.parsing import sayable
 from mxd.report.source import Node
 
 STYLES = {

@@ -2,7 +2,7 @@
 
 from functools import singledispatch
 
-from mxd.markdown import grid, literal
+from mxd.common.markdown import grid, literal
 from mxd.report.blocks import (
     Block,
     Browser,

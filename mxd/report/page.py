@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mxd.checkpoint import versions, whole_file
-from mxd.errors import MxdError, printable
+from mxd.common.errors import MxdError, printable
 from mxd.report.blocks import Section
 from mxd.report.markdown import markdown
 from mxd.report.run import Run, read_run

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mxd.checkpoint import Provenance, find_layers, read_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
+from mxd.common.parsing import parse_json
 from mxd.layers import ReplacementConfig
-from mxd.plain import parse_json
 from mxd.report.figures import STYLES
 from mxd.report.source import Node, read_document
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxd.errors import MxdError
-from mxd.plain import parse_json, read_text
+from mxd.common.errors import MxdError
+from mxd.common.parsing import parse_json, read_text
 
 
 @dataclass(frozen=True)

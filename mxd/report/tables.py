@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mxd.markdown import grid
+from mxd.common.markdown import grid
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
 
 TITLES = ("Is it faithful?", "Does it decompose?")

@@ -769,7 +769,7 @@ def download(draw: Draw, root: Path, prepared: Any) -> Load:
 def command(*words: str) -> None:
     """Run the command line; it must end by itself, without a traceback."""
     from mxd import cli
-    from mxd.errors import MxdError
+    from mxd.common.errors import MxdError
 
     sys.argv = ["mxd", *words]
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))

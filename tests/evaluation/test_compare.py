@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from mxd import model as models
+from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.errors import MxdError
 from mxd.evaluation import compare as file
 from mxd.evaluation.compare import ANSWERS, compare
 from mxd.questions import EvaluationConfig, Question

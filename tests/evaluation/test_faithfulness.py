@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mxd.common.errors import MxdError
 from mxd.data import mask_of, special_ids
-from mxd.errors import MxdError
 from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
 from mxd.layers import LAYERS, size
 from mxd.model import FrozenModel, load_frozen

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mxd.checkpoint import Provenance, Trained
+from mxd.common.errors import MxdError
 from mxd.config import DataConfig
-from mxd.errors import MxdError
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.faithfulness import Constant
 from mxd.evaluation.generation import (

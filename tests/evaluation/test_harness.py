@@ -10,7 +10,7 @@ import torch
 
 from mxd import cli
 from mxd.checkpoint import Provenance, save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation import harness
 from mxd.evaluation.harness import find_tasks, score
 from mxd.layers import parse_layer

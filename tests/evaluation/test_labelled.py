@@ -9,7 +9,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
 from mxd.model import bundled_path
 

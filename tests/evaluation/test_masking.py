@@ -9,7 +9,7 @@ from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
 
 from mxd.checkpoint import save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation.masking import (
     belonging,
     evaluate_masking,

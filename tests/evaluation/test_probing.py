@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score
 from transformers import ByT5Tokenizer
 
 from mxd.checkpoint import Provenance, Trained
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.probing import (
     Units,

@@ -12,7 +12,7 @@ import torch
 from command import mxd
 
 from mxd.checkpoint import Provenance, Trained, save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation.steering import (
     Endpoint,
     LocalJudge,

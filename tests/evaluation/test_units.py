@@ -10,7 +10,7 @@ from command import mxd
 from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 
 from mxd.checkpoint import save_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.evaluation import bands as bands_module
 from mxd.evaluation.bands import BANDS, DEPTH, STEPS, BandSamples
 from mxd.evaluation.structure import CodeMoments

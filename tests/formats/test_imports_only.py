@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mxd.checkpoint import load_layer
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.formats import import_layers
 from mxd.formats.reference import CONFIG_CLASS
 from mxd.model import load_frozen

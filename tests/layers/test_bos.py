@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape, parse_layer, size
 from mxd.layers.base import BOS_RADIUS
 

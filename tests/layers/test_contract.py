@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, AnyReplacement, Code, parse_layer
 from mxd.layers.sparsity import AnySparsity
 

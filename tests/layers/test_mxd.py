@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import Code, MLPShape, MLPWeights
 from mxd.layers.encoder import DenseEncoder
 from mxd.layers.mxd import MxDConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape, match_units, size
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sizing import transcoder_params

@@ -4,8 +4,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.errors import MxdError
 from mxd.layers import parse_layer
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig

@@ -14,7 +14,7 @@ from command import mxd
 from full_run import EVIL, fill, replacements
 
 from mxd.checkpoint import write_json
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.report.page import build_sections, write_report
 from mxd.report.run import KINDS, read_run
 from mxd.report.sections import faithfulness, masking, similarity, units

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mxd.errors import MxdError
+from mxd.common.errors import MxdError
 from mxd.report.figures import frontier
 from mxd.report.tables import caption, markdown_tables, tables, terminal_tables
 

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from mxd.activations import Share
+from mxd.common.errors import MxdError
+from mxd.common.processes import ALONE, _differences, launched
 from mxd.config import parse_config
-from mxd.distributed import ALONE, _differences, launched
 from mxd.division import divide
-from mxd.errors import MxdError
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.stream import cache_activations
 from mxd.train import train
 
-SCRIPT = Path(__file__).parent / "launched.py"
+SCRIPT = Path(__file__).parents[1] / "launched.py"
 STEPS, BATCH = 12, 512
 LOSS_TOLERANCE = 1e-5
 """Relative: sums of the same float32 numbers in another order, over some steps of Adam."""

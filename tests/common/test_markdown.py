@@ -2,7 +2,7 @@
 
 import pytest
 
-from mxd.markdown import grid, literal
+from mxd.common.markdown import grid, literal
 
 
 @pytest.mark.parametrize("mark", "\\`*_{}[]|~#")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mxd.errors import MxdError
-from mxd.progress import console
+from mxd.common.errors import MxdError
+from mxd.common.progress import console
 
 
 class Interrupted(MxdError):

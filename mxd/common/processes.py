@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mxd.errors import LostError, MxdError, SharedError
-from mxd.stop import asked_to_stop
+from mxd.common.errors import LostError, MxdError, SharedError
+from mxd.common.stop import asked_to_stop
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from mxd.errors import printable
+from mxd.common.errors import printable
 
 
 class PlainConsole(Console):

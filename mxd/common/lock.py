@@ -9,8 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mxd.errors import MxdError
-from mxd.progress import console
+from mxd.common.errors import MxdError
+from mxd.common.progress import console
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)

@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, progress, stopping, files, parsing of untrusted text, processes."""
