@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from mxd.common.processes import ALONE, Processes, placed_as, whole
 from mxd.config import TrainingConfig
 from mxd.layers import Code, ReplacementConfig, ReplacementLayer
-from mxd.losses import normalize, squared_error
 from mxd.ops import Proposals, proposals_on
+from mxd.ops.losses import normalize, squared_error
 
 ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

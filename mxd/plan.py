@@ -21,10 +21,10 @@ from mxd.data import BUNDLED
 from mxd.division import Division, divide
 from mxd.layers import ReplacementConfig, size
 from mxd.layers.sparsity import TopKConfig
-from mxd.losses import normalize, squared_error
 from mxd.meter import Cost, meter
 from mxd.model import DTYPES, FrozenModel, bundled, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
+from mxd.ops.losses import normalize, squared_error
 
 ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""

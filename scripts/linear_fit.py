@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mxd.activations import activation_batches
 from mxd.data import documents, special_ids, token_blocks
-from mxd.losses import normalized_mse
 from mxd.model import FrozenModel, load_frozen
+from mxd.ops.losses import normalized_mse
 
 
 def activations(model: FrozenModel, layer: int, split: str, tokens: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxd.evaluation.structure import CodeMoments, weight_ranks
 from mxd.layers import Code, ReplacementLayer
-from mxd.losses import normalized_mse
+from mxd.ops.losses import normalized_mse
 
 STABLE_RANKED = 32
 """Units whose stable rank is taken here; `mxd structure` takes it of 2,000."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mxd.layers.base import Code
 from mxd.layers.sparsity import JumpReLUConfig
 from mxd.layers.transcoder import Transcoder
-from mxd.losses import normalized_mse
+from mxd.ops.losses import normalized_mse
 
 CHUNK_BYTES = 256 * 2**20
 """Memory of the pre-activations that are looked at together."""

@@ -15,7 +15,7 @@ from mxd.data import documents, special_ids, token_blocks
 from mxd.formats import export_layers, import_layers
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.losses import normalized_mse
+from mxd.ops.losses import normalized_mse
 
 K, UNITS, TOKENS = 8, 512, 2048
 

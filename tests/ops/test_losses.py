@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.losses import normalize, normalized_mse, squared_error
+from mxd.ops.losses import normalize, normalized_mse, squared_error
 
 
 @pytest.fixture(autouse=True)
