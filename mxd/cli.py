@@ -163,7 +163,7 @@ def plan(
         tokens_per_second: what one process was measured to train on this config, in place of this machine's speeds.
         json: file for all numbers.
     """
-    from mxd.checkpoint import write_json
+    from mxd.artifacts.checkpoint import write_json
     from mxd.config import load_config
     from mxd.plan import check_memory, plan_run
     from mxd.report.plan import plan_numbers, plan_tables
@@ -604,8 +604,8 @@ def info(checkpoint: str) -> None:
     Args:
         checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
     """
-    from mxd.checkpoint import find_layers, read_config
-    from mxd.hub import cached_reference
+    from mxd.artifacts.checkpoint import find_layers, read_config
+    from mxd.artifacts.hub import cached_reference
     from mxd.layers import parse_layer
 
     described: dict[str, Any] = {}
@@ -641,7 +641,7 @@ def push(
         license: license of the layers, by the Hub's name (apache-2.0, mit, ...).
         message: commit message.
     """
-    from mxd.checkpoint import push as send
+    from mxd.artifacts.checkpoint import push as send
 
     _draw(checkpoint)
     done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
@@ -657,7 +657,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
         folder: where the layer goes, or the layers of a set; by default checkpoints/NAME.
         pattern: of a set only the layers whose names match, for example '*-k32'.
     """
-    from mxd.checkpoint import pull as fetch
+    from mxd.artifacts.checkpoint import pull as fetch
 
     places = fetch(reference, folder, pattern)
     for place in places:
@@ -667,8 +667,8 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
 
 def _draw(folder: Path) -> None:
     """Draw the figure of an evaluated run, where it is missing or older than the numbers."""
-    from mxd.card import Evaluation
-    from mxd.checkpoint import read_json
+    from mxd.artifacts.card import Evaluation
+    from mxd.artifacts.checkpoint import read_json
     from mxd.report.figures import frontier
 
     numbers, figure = folder / "evaluation.json", folder / "frontier.png"
@@ -687,7 +687,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     """
     import shutil
 
-    from mxd.checkpoint import atomic_file
+    from mxd.artifacts.checkpoint import atomic_file
     from mxd.config import dump_config, load_config
     from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
     from mxd.model import bundled_path
@@ -723,8 +723,8 @@ def _show(found: dict[str, Any]) -> None:
 
 def _save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
     """Write results to ``out``, by default into the first checkpoint's folder; for a Hub reference here."""
+    from mxd.artifacts.hub import reference_of
     from mxd.evaluation.checkpoints import save_results
-    from mxd.hub import reference_of
 
     reference = reference_of(checkpoints[0])
     place = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")

@@ -14,7 +14,16 @@ from typing import Any, cast
 from huggingface_hub import ModelCardData, save_torch_state_dict
 from torch import Tensor, nn
 
-from mxd.checkpoint import FORMAT, Trained, atomic_folder, load_layer, load_layers, read_json, versions, write_json
+from mxd.artifacts.checkpoint import (
+    FORMAT,
+    Trained,
+    atomic_folder,
+    load_layer,
+    load_layers,
+    read_json,
+    versions,
+    write_json,
+)
 from mxd.common.errors import MxdError, printable
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, bundled_path, load_frozen, wrap

@@ -14,7 +14,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from mxd.checkpoint import Provenance, Trained, load_layer
+from mxd.artifacts.checkpoint import Provenance, Trained, load_layer
 from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, wrap

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mxd.checkpoint import atomic_file, is_partial, writing
+from mxd.artifacts.checkpoint import atomic_file, is_partial, writing
 from mxd.common.errors import MxdError, redact
 from mxd.common.parsing import file_sha256, regular
 

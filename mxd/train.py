@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mxd.activations import Batch, Cursor
-from mxd.checkpoint import (
+from mxd.artifacts.checkpoint import (
     Provenance,
     atomic_file,
     clear_partials,

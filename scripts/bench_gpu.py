@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxd.activations import activation_batches
-from mxd.checkpoint import versions
+from mxd.artifacts.checkpoint import versions
 from mxd.jobs import Job, new_job, train_step
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
 from mxd.model import DTYPES, FrozenModel, load_frozen

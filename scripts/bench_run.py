@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 from mxd.activations import Batch
-from mxd.checkpoint import versions
+from mxd.artifacts.checkpoint import versions
 from mxd.config import RunConfig, parse_config
 from mxd.data import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate

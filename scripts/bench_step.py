@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxd.checkpoint import versions
+from mxd.artifacts.checkpoint import versions
 from mxd.jobs import new_job, train_step
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
 from mxd.ops import Proposals

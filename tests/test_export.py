@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
 import mxd.export
-from mxd.checkpoint import Provenance, Trained, save_layer
+from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
 from mxd.common.errors import MxdError
 from mxd.export import export_checkpoints, export_model
 from mxd.layers import LAYERS, parse_layer

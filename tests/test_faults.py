@@ -20,7 +20,7 @@ import torch
 from command import mxd
 from runs import assert_same_run, metrics, small
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.common.lock import locked
 from mxd.common.stop import Interrupted, Preempted
@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_in_a_save(whole, config, trained_gpt2, monkeypatch
 
 def test_a_disk_that_fills_up_when_the_layers_are_written(whole, config, trained_gpt2, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("mxd.checkpoint.save_file", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        patch.setattr("mxd.artifacts.checkpoint.save_file", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         with pytest.raises(MxdError, match=r"cannot write .*layer2-mxd-k8.*No space left"):
             train(config, model=trained_gpt2)
     assert states(config) == [10, 12] and not (config.folder / NAME).exists()

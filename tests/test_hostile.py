@@ -26,7 +26,7 @@ from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 import mxd
-from mxd.checkpoint import Provenance, load_layer, load_layers, read_json, save_layer
+from mxd.artifacts.checkpoint import Provenance, load_layer, load_layers, read_json, save_layer
 from mxd.common.errors import MxdError, MxdWarning, printable, redact, typed
 from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
 from mxd.common.progress import PlainConsole
@@ -538,7 +538,7 @@ def test_a_short_fuzz_finds_nothing(tmp_path):
 
 def test_the_fuzz_finds_what_is_there(tmp_path):
     """With a hole made on purpose: a loader that runs pickles."""
-    sitecustomize = "import mxd.checkpoint as c, pickle\nold = c.read_json\n"
+    sitecustomize = "import mxd.artifacts.checkpoint as c, pickle\nold = c.read_json\n"
     sitecustomize += "def hole(path):\n    data = path.read_bytes()\n"
     sitecustomize += "    return pickle.loads(data) if data[:1] == b'\\x80' else old(path)\nc.read_json = hole\n"
     command = (

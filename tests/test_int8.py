@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import small
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.model import load_frozen
 from mxd.plan import plan_run

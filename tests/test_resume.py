@@ -14,7 +14,7 @@ import torch
 import yaml
 from runs import assert_same_run, seal_state
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.common.parsing import differences
 from mxd.common.stop import Interrupted

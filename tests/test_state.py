@@ -12,7 +12,7 @@ from runs import seal_state
 from safetensors.torch import save_file
 
 from mxd.activations import Cursor
-from mxd.checkpoint import clear_partials
+from mxd.artifacts.checkpoint import clear_partials
 from mxd.common.errors import MxdError
 from mxd.common.processes import Processes
 from mxd.state import Info, load_state, new_run, run_of, save_state

@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mxd.checkpoint import Trained, find_layers, load_layer, versions, whole_file, write_json
+from mxd.artifacts.checkpoint import Trained, find_layers, load_layer, versions, whole_file, write_json
+from mxd.artifacts.hub import cached_reference
 from mxd.common.errors import MxdError
 from mxd.config import DataConfig
 from mxd.data import Blocks, documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.harness import Tasks, score
-from mxd.hub import cached_reference
 from mxd.model import FrozenModel, load_frozen
 from mxd.questions import DEFAULTS
 

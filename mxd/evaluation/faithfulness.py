@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mxd.checkpoint import Trained, load_layer
+from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data import Blocks, mask_of, special_ids

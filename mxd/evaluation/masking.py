@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mxd.checkpoint import Trained
+from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.parsing import sayable
 from mxd.common.progress import Advance, progress

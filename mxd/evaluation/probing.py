@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mxd.checkpoint import Trained
+from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data import head_ids

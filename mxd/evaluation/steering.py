@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mxd.checkpoint import Trained
+from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data import head_ids

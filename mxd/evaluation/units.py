@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from mxd.checkpoint import Trained
+from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data import Blocks

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mxd.activations import activation_batches
-from mxd.checkpoint import Provenance, Trained, fit_tensors, save_layer, versions
+from mxd.artifacts.checkpoint import Provenance, Trained, fit_tensors, save_layer, versions
 from mxd.common.errors import MxdError, unknown
 from mxd.data import Blocks
 from mxd.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify

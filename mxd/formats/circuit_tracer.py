@@ -19,7 +19,7 @@ from pydantic import PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.checkpoint import atomic_folder
+from mxd.artifacts.checkpoint import atomic_folder
 from mxd.common.errors import MxdError
 from mxd.formats.base import (
     Format,

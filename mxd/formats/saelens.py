@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 from safetensors.torch import save_file
 
-from mxd.checkpoint import atomic_folder, write_json
+from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError, unknown
 from mxd.formats.base import (
     Format,

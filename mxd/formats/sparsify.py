@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import PositiveInt
 from safetensors.torch import save_file
 
-from mxd.checkpoint import atomic_folder, write_json
+from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError
 from mxd.formats.base import (
     Format,

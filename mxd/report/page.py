@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mxd.checkpoint import versions, whole_file
+from mxd.artifacts.checkpoint import versions, whole_file
 from mxd.common.errors import MxdError, printable
 from mxd.report.blocks import Section
 from mxd.report.markdown import markdown

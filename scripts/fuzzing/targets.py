@@ -66,7 +66,7 @@ def frozen() -> Any:
 
 def layers(folder: Path) -> Path:
     """Write one small layer of every method and sparsity."""
-    from mxd.checkpoint import Provenance, save_layer
+    from mxd.artifacts.checkpoint import Provenance, save_layer
     from mxd.layers import parse_layer
 
     encoder = {"hidden": 8, "activation": "relu", "glu": True}
@@ -155,7 +155,7 @@ def pickled(draw: Draw, root: Path) -> bytes:
 
 def one_layer(draw: Draw, root: Path, source: Path) -> Load:
     """One layer's folder; the attacker knows how to make its hash fit."""
-    from mxd.checkpoint import load_layer
+    from mxd.artifacts.checkpoint import load_layer
 
     folder = sorted(source.iterdir())[draw(st.integers(0, 4))]
     shutil.copytree(folder, root / "input")
@@ -180,7 +180,7 @@ def _fit_hash(folder: Path) -> None:
 
 def huge_layer(draw: Draw, root: Path, source: Path) -> Load:
     """A layer whose config promises more than its file holds: refused before anything is allocated."""
-    from mxd.checkpoint import load_layer
+    from mxd.artifacts.checkpoint import load_layer
 
     folder = sorted(source.iterdir())[draw(st.integers(0, 4))]
     shutil.copytree(folder, root / "input")
@@ -194,7 +194,7 @@ def huge_layer(draw: Draw, root: Path, source: Path) -> Load:
 
 def layer_set(draw: Draw, root: Path, source: Path) -> Load:
     """A folder of layers, loaded and described."""
-    from mxd.checkpoint import load_layers
+    from mxd.artifacts.checkpoint import load_layers
 
     shutil.copytree(source, root / "input", symlinks=True)
     spoil_files(draw, root / "input", root, source)
@@ -315,7 +315,7 @@ def _seal_shards(folder: Path) -> None:
 
 def foreign(folder: Path) -> Any:
     """Write transcoders for two blocks in every format that is read, for a model of width 64."""
-    from mxd.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Provenance, Trained
     from mxd.formats import FORMATS
     from mxd.formats.base import Outgoing
     from mxd.layers import parse_layer
@@ -655,8 +655,8 @@ def cards(folder: Path) -> Any:
 
 def card(draw: Draw, root: Path, prepared: Any) -> Load:
     """What model cards are made of."""
-    from mxd.card import Evaluation, Member, layer_card, license_of, set_card
-    from mxd.checkpoint import read_layer
+    from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
+    from mxd.artifacts.checkpoint import read_layer
 
     config, evaluation, readme = prepared
     folder = root / "input"
@@ -677,7 +677,7 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
             assert MARK not in re.sub(r"```python\n.*?\n```\n", "", body, flags=re.DOTALL), "a card shows text as it is"
         found = Evaluation.read(folder / "evaluation.json")
         if draw_figure and found is not None:
-            from mxd.checkpoint import read_json
+            from mxd.artifacts.checkpoint import read_json
             from mxd.report.figures import frontier
 
             frontier(read_json(folder / "evaluation.json"), root / "out" / "frontier.png")
@@ -690,8 +690,8 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
 
 def reference(draw: Draw, root: Path, _: Any) -> Load:
     """A checkpoint by name: a path, a Hub reference, or neither."""
-    from mxd.checkpoint import find_layers
-    from mxd.hub import HubReference
+    from mxd.artifacts.checkpoint import find_layers
+    from mxd.artifacts.hub import HubReference
 
     (root / "input").mkdir()
     parts = (
@@ -745,7 +745,7 @@ def download(draw: Draw, root: Path, prepared: Any) -> Load:
     """A repository whose list of files leads elsewhere."""
     from loopback_hub import Blob, Repo
 
-    from mxd.checkpoint import pull
+    from mxd.artifacts.checkpoint import pull
 
     server, _, files = prepared
     (root / "input").mkdir()

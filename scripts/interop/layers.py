@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mxd
 from mxd.activations import activation_batches
-from mxd.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Provenance, Trained
 from mxd.data import documents, special_ids, token_blocks
 from mxd.formats import export_layers, import_layers
 from mxd.layers.sparsity import TopKConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mxd.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Provenance, Trained
 from mxd.layers import LAYERS
 
 UNITS, K = 40, 4

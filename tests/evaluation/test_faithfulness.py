@@ -223,7 +223,7 @@ def test_a_share_of_noise_is_not_given() -> None:
 
 def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows: np.ndarray) -> None:
     """Whatever a layer was trained without, so that layers are compared over the same targets."""
-    from mxd.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Provenance, Trained
 
     layer = layer_for(model)
     known = {"model": "m", "revision": None, "layer": LAYER, "fingerprint": model.fingerprint(LAYER)}
@@ -309,7 +309,7 @@ def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: 
 
 
 def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel, tmp_path: Path) -> None:
-    from mxd.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Provenance, Trained
     from mxd.evaluation.checkpoints import _held_out
 
     def held_out(changes: dict, **data):
@@ -325,7 +325,7 @@ def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel
 
 
 def test_results_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mxd import checkpoint
+    from mxd.artifacts import checkpoint
     from mxd.evaluation.checkpoints import save_results
 
     class Interrupting:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Provenance, Trained
 from mxd.common.errors import MxdError
 from mxd.config import DataConfig
 from mxd.evaluation.checkpoints import Subject

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxd import cli
-from mxd.checkpoint import Provenance, save_layer
+from mxd.artifacts.checkpoint import Provenance, save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import harness
 from mxd.evaluation.harness import find_tasks, score

@@ -8,7 +8,7 @@ import torch
 from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
 
-from mxd.checkpoint import save_layer
+from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation.masking import (
     belonging,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command import mxd
 
-from mxd.checkpoint import Provenance, Trained, save_layer
+from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation.steering import (
     Endpoint,

@@ -7,7 +7,7 @@ import pytest
 from command import mxd
 from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 
-from mxd.checkpoint import save_layer
+from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import structure
 from mxd.evaluation.structure import evaluate_structure, leading_units, streamed, weight_ranks

@@ -9,7 +9,7 @@ import torch
 from command import mxd
 from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 
-from mxd.checkpoint import save_layer
+from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import bands as bands_module
 from mxd.evaluation.bands import BANDS, DEPTH, STEPS, BandSamples

@@ -32,7 +32,7 @@ def gpt2_folder(folder_of):
 @pytest.fixture
 def make():
     """Build a transcoder with random weights for a block of a model, with its provenance."""
-    from mxd.checkpoint import Provenance, Trained, save_layer
+    from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
     from mxd.layers import parse_layer
 
     def build(base, folder, block=BLOCK, method="transcoder", units=40, **fields):

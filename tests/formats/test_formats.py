@@ -12,7 +12,7 @@ import yaml
 from command import mxd
 from safetensors.torch import load_file, save_file
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.formats import FORMATS, export_layers, import_layers
 from mxd.model import load_frozen

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.formats import import_layers
 from mxd.formats.reference import CONFIG_CLASS

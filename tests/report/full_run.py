@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mxd.checkpoint import Provenance, save_layer, write_json
+from mxd.artifacts.checkpoint import Provenance, save_layer, write_json
 from mxd.layers import parse_layer
 
 EVIL = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1"> "\'`${window.pwned=1}'

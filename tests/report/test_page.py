@@ -13,7 +13,7 @@ import pytest
 from command import mxd
 from full_run import EVIL, fill, replacements
 
-from mxd.checkpoint import write_json
+from mxd.artifacts.checkpoint import write_json
 from mxd.common.errors import MxdError
 from mxd.report.page import build_sections, write_report
 from mxd.report.run import KINDS, read_run

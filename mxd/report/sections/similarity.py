@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from mxd.checkpoint import load_layer
+from mxd.artifacts.checkpoint import load_layer
 from mxd.report.blocks import NOTHING, Block, Cell, Column, Picture, Pictures, Section, Table
 from mxd.report.run import Run
 from mxd.report.source import Node

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard, constants
 from loopback_hub import LoopbackHub, check_metadata
 from markdown_it import MarkdownIt
 
-from mxd.card import Evaluation, Member, layer_card, license_of, set_card
-from mxd.checkpoint import Provenance
+from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts.checkpoint import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.sparsity import TopKConfig

@@ -29,11 +29,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mxd import hub
-from mxd.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts import hub
+from mxd.artifacts.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts.hub import HubReference
 from mxd.common.errors import MxdError, MxdWarning
 from mxd.common.parsing import file_sha256, parse_json, read_text, regular
-from mxd.hub import HubReference
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 1

@@ -14,7 +14,7 @@ import torch
 from damage import fit_hash, flipped, forget_hash
 from safetensors.torch import load_file, save_file
 
-from mxd.checkpoint import (
+from mxd.artifacts.checkpoint import (
     Provenance,
     UnhashedWarning,
     atomic_folder,
@@ -331,7 +331,7 @@ def full_disk(monkeypatch):
         Path(path).write_bytes(b"the first half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mxd.checkpoint.save_file", fail)
+    monkeypatch.setattr("mxd.artifacts.checkpoint.save_file", fail)
 
 
 def test_a_full_disk_leaves_the_old_layer(saved, full_disk):
