@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mxd.activations import Share
 from mxd.common.errors import MxdError
+from mxd.data.activations import Share
 from mxd.layers import ReplacementConfig
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from mxd.activations import buffer_bytes
 from mxd.common.errors import MxdError
 from mxd.common.hardware import free_disk, free_memory, resident
 from mxd.common.processes import ALONE, Processes, local_device
 from mxd.common.progress import console
 from mxd.config import RunConfig, load_config
-from mxd.data import BUNDLED
+from mxd.data.activations import buffer_bytes
+from mxd.data.text import BUNDLED
 from mxd.division import Division, divide
 from mxd.layers import ReplacementConfig, size
 from mxd.layers.sparsity import TopKConfig

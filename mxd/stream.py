@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_activations, check_text
-from mxd.cache import (
+from mxd.common.errors import MxdError, typed
+from mxd.common.processes import ALONE, Processes, launched, local_device
+from mxd.config import RunConfig, plain_config, recorded
+from mxd.data.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_activations, check_text
+from mxd.data.cache import (
     Dtype,
     cache_bytes,
     cache_hash,
@@ -18,12 +21,9 @@ from mxd.cache import (
     mixed_batches,
     write_cache,
 )
-from mxd.common.errors import MxdError, typed
-from mxd.common.processes import ALONE, Processes, launched, local_device
-from mxd.config import RunConfig, plain_config, recorded
-from mxd.data import documents, special_ids, text_hash, token_blocks
+from mxd.data.store import Location
+from mxd.data.text import documents, special_ids, text_hash, token_blocks
 from mxd.model import FrozenModel, load_frozen
-from mxd.store import Location
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """What a stream's order is drawn from, beyond what it is of."""

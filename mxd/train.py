@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor
 from mxd.artifacts.checkpoint import (
     Provenance,
     atomic_file,
@@ -39,6 +38,7 @@ from mxd.common.processes import Processes, launched
 from mxd.common.progress import console, progress
 from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.config import RunConfig, config_hash, dump_config, load_config, plain_config, recorded
+from mxd.data.activations import Batch, Cursor
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel

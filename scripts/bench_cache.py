@@ -18,9 +18,9 @@ from typing import get_args
 
 import torch
 
-from mxd.activations import Batch, Cursor, Mine, ahead
 from mxd.artifacts.checkpoint import versions
-from mxd.cache import Dtype, Stream, cache_bytes, cached_batches, claim_cache, mixed_batches, write_cache
+from mxd.data.activations import Batch, Cursor, Mine, ahead
+from mxd.data.cache import Dtype, Stream, cache_bytes, cached_batches, claim_cache, mixed_batches, write_cache
 
 BATCH, WINDOW = 4096, 32
 """Tokens in a batch, batches in a window: the defaults of a run."""

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxd.activations import activation_batches
 from mxd.artifacts.checkpoint import versions
+from mxd.data.activations import activation_batches
 from mxd.jobs import Job, new_job, train_step
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
 from mxd.model import DTYPES, FrozenModel, load_frozen

@@ -24,10 +24,10 @@ from unittest import mock
 
 import torch
 
-from mxd.activations import Batch
 from mxd.artifacts.checkpoint import versions
 from mxd.config import RunConfig, parse_config
-from mxd.data import documents, token_blocks
+from mxd.data.activations import Batch
+from mxd.data.text import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
 from mxd.jobs import new_job, train_step
 from mxd.model import FrozenModel, load_frozen

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file, save_file
 
-from mxd.data import documents
+from mxd.data.text import documents
 from mxd.model import bundled_path
 
 RUN: dict[str, Any] = {

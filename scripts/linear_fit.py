@@ -10,8 +10,8 @@ import argparse
 import torch
 from torch import Tensor
 
-from mxd.activations import activation_batches
-from mxd.data import documents, special_ids, token_blocks
+from mxd.data.activations import activation_batches
+from mxd.data.text import documents, special_ids, token_blocks
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops.losses import normalized_mse
 

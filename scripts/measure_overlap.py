@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mxd.data import documents
+from mxd.data.text import documents
 
 SOURCES = {"sotu": "State of the Union", "factbook": "Factbook"}
 Numbered = Callable[[str], np.ndarray]

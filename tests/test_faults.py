@@ -25,7 +25,7 @@ from mxd.common.errors import MxdError
 from mxd.common.lock import locked
 from mxd.common.stop import Interrupted, Preempted
 from mxd.config import dump_config
-from mxd.data import documents
+from mxd.data.text import documents
 from mxd.train import train
 
 module = importlib.import_module("mxd.train")
@@ -311,7 +311,7 @@ def test_a_nan_in_an_activation(whole, config, trained_gpt2, at_forward):
 
 
 def test_a_stream_that_breaks_off(tmp_path, trained_gpt2, monkeypatch):
-    data = importlib.import_module("mxd.data")
+    data = importlib.import_module("mxd.data.text")
 
     def breaking():
         yield from pieces()[:600]

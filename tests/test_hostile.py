@@ -31,7 +31,7 @@ from mxd.common.errors import MxdError, MxdWarning, printable, redact, typed
 from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
 from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config
-from mxd.data import documents
+from mxd.data.text import documents
 from mxd.evaluation.labelled import labelled_texts
 from mxd.formats.base import Settings, read_settings, read_tensors
 from mxd.layers import parse_layer

@@ -246,7 +246,7 @@ def test_differences_are_named_by_their_place(before, now, found):
 @pytest.fixture
 def cached(tmp_path, gpt2, monkeypatch):
     """The run from a cache in order, stopped after step 7; its config and that of the cache."""
-    monkeypatch.setattr("mxd.cache.SHARD_BATCHES", 1)
+    monkeypatch.setattr("mxd.data.cache.SHARD_BATCHES", 1)
     write_text(tmp_path / "text" / "train.jsonl", LINES)
     cache = tmp_path / "cache"
     live = config_of(tmp_path, training={"tokens": 64 * 14})
@@ -304,7 +304,7 @@ def test_a_cache_of_a_text_that_cannot_be_compared(cached, gpt2, monkeypatch):
 
 @pytest.mark.parametrize("change", ["grown", "another text"])
 def test_a_mixed_cache_with_other_shards(tmp_path, gpt2, monkeypatch, change):
-    monkeypatch.setattr("mxd.cache.SHARD_BATCHES", 1)
+    monkeypatch.setattr("mxd.data.cache.SHARD_BATCHES", 1)
     monkeypatch.setattr("mxd.stream.text_hash", lambda *args: None)
     write_text(tmp_path / "text" / "train.jsonl", LINES)
     cache = tmp_path / "cache"
@@ -340,7 +340,7 @@ def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, s
     for place in (0, 10):
         lines[place] = "Another line."
         with monkeypatch.context() as patch:
-            patch.setattr("mxd.activations._fill", fail)
+            patch.setattr("mxd.data.activations._fill", fail)
             with pytest.raises(MxdError, match="the text, or its tokenizer, is not what it was: its token ids had the"):
                 train(config, resume=True, model=gpt2)
         lines[place] = LINES[place]

@@ -11,10 +11,10 @@ import torch
 from runs import seal_state
 from safetensors.torch import save_file
 
-from mxd.activations import Cursor
 from mxd.artifacts.checkpoint import clear_partials
 from mxd.common.errors import MxdError
 from mxd.common.processes import Processes
+from mxd.data.activations import Cursor
 from mxd.state import Info, load_state, new_run, run_of, save_state
 
 RUN = "0123456789abcdef" * 2

@@ -95,8 +95,8 @@ def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -
 
 
 def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
-    from mxd.activations import activation_batches
-    from mxd.data import documents, token_blocks
+    from mxd.data.activations import activation_batches
+    from mxd.data.text import documents, token_blocks
 
     config = small(tmp_path, training={"lr": 1e-12, "tokens": 512, "warmup_steps": 0})
     layer = load_layer(train(config) / "layer2-mxd-k8").layer
@@ -328,7 +328,7 @@ def test_an_unknown_tracker_is_refused_and_a_known_one_runs(tmp_path: Path, monk
 
 def test_local_text_and_no_mask(tmp_path: Path) -> None:
     text = tmp_path / "t.jsonl"
-    from mxd.data import documents
+    from mxd.data.text import documents
 
     lines = documents("bundled", "validation")[:30]
     text.write_text("\n".join(json.dumps({"body": line}) for line in lines))
@@ -376,7 +376,7 @@ def test_resuming_on_another_base_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_streamed_text_is_prepared_ahead_and_trains_the_same(tmp_path: Path, trained_gpt2) -> None:
-    from mxd.data import documents
+    from mxd.data.text import documents
 
     text = tmp_path / "train.jsonl"
     text.write_text("\n".join(json.dumps({"text": line}) for line in documents("bundled", "validation")[:40]))

@@ -11,7 +11,7 @@ from mxd.artifacts.checkpoint import Trained, find_layers, load_layer, versions,
 from mxd.artifacts.hub import cached_reference
 from mxd.common.errors import MxdError
 from mxd.config import DataConfig
-from mxd.data import Blocks, documents, token_blocks
+from mxd.data.text import Blocks, documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.harness import Tasks, score
 from mxd.model import FrozenModel, load_frozen

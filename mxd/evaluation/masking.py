@@ -22,7 +22,7 @@ from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.parsing import sayable
 from mxd.common.progress import Advance, progress
-from mxd.data import head_ids, mask_of, special_ids
+from mxd.data.text import head_ids, mask_of, special_ids
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows

@@ -25,7 +25,7 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data import head_ids
+from mxd.data.text import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS

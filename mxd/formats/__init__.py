@@ -15,10 +15,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from mxd.activations import activation_batches
 from mxd.artifacts.checkpoint import Provenance, Trained, fit_tensors, save_layer, versions
 from mxd.common.errors import MxdError, unknown
-from mxd.data import Blocks
+from mxd.data.activations import activation_batches
+from mxd.data.text import Blocks
 from mxd.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
 from mxd.formats.base import Format, Found, Outgoing, Reads, weights_of
 from mxd.formats.conventions import affine, norms, shift_input

@@ -213,7 +213,7 @@ def layer_set(draw: Draw, root: Path, source: Path) -> Load:
 
 def state(folder: Path) -> Path:
     """Write two saved states of a run."""
-    from mxd.activations import Cursor
+    from mxd.data.activations import Cursor
     from mxd.state import Info, save_state
 
     for step in (1, 2):
@@ -277,7 +277,7 @@ def cache(folder: Path) -> Any:
 
 def cached(draw: Draw, root: Path, prepared: Any) -> Load:
     """An activation cache; the attacker knows how to seal one."""
-    from mxd.cache import cached_batches, cached_tokens, check_cache
+    from mxd.data.cache import cached_batches, cached_tokens, check_cache
 
     source, wanted = prepared
     shutil.copytree(source / "cache", root / "input")
@@ -295,7 +295,7 @@ def cached(draw: Draw, root: Path, prepared: Any) -> Load:
 
 
 def _seal_shards(folder: Path) -> None:
-    from mxd.cache import _seal
+    from mxd.data.cache import _seal
 
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         for path in folder.glob("shard-*.json"):
@@ -587,7 +587,7 @@ def scored(draw: Draw, root: Path, source: Path) -> Load:
 
 def documents(draw: Draw, root: Path, source: Path) -> Load:
     """Training text."""
-    from mxd.data import documents as read
+    from mxd.data.text import documents as read
 
     path = table(draw, root, source, (".txt", ".jsonl", ".parquet"))
     at = draw(st.sampled_from((path, path.parent)))

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mxd
-from mxd.activations import activation_batches
 from mxd.artifacts.checkpoint import Provenance, Trained
-from mxd.data import documents, special_ids, token_blocks
+from mxd.data.activations import activation_batches
+from mxd.data.text import documents, special_ids, token_blocks
 from mxd.formats import export_layers, import_layers
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig

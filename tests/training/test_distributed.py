@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from mxd.activations import Share
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, _differences, launched
 from mxd.config import parse_config
+from mxd.data.activations import Share
 from mxd.division import divide
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig

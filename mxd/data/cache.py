@@ -29,12 +29,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.activations import Batch, Cursor, Mine
 from mxd.common.errors import MxdError, typed
 from mxd.common.parsing import parse_json
 from mxd.common.progress import progress
+from mxd.data.activations import Batch, Cursor, Mine
+from mxd.data.store import Location, Store, open_store, sha256
 from mxd.model import DTYPES
-from mxd.store import Location, Store, open_store, sha256
 
 FORMAT = 3
 

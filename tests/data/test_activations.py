@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.activations import Cursor, activation_batches, ahead, buffer_bytes
 from mxd.common.errors import MxdError
-from mxd.data import token_blocks
+from mxd.data.activations import Cursor, activation_batches, ahead, buffer_bytes
+from mxd.data.text import token_blocks
 from mxd.model import load_frozen
 
 CONTEXT, BATCH = 9, 8
@@ -348,7 +348,7 @@ def test_an_abandoned_stream_ends_its_thread_and_prepares_nothing_more(monkeypat
             go.set()
             super().shutdown(wait=wait)
 
-    monkeypatch.setattr("mxd.activations.ThreadPoolExecutor", Executor)
+    monkeypatch.setattr("mxd.data.activations.ThreadPoolExecutor", Executor)
     made = []
 
     def items():

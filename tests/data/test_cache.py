@@ -30,8 +30,11 @@ from command import mxd
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from mxd.activations import Cursor, Share, activation_batches
-from mxd.cache import (
+from mxd.common.errors import MxdError
+from mxd.common.processes import Processes
+from mxd.config import dump_config, parse_config
+from mxd.data.activations import Cursor, Share, activation_batches
+from mxd.data.cache import (
     _seal,
     cache_bytes,
     cached_batches,
@@ -42,11 +45,8 @@ from mxd.cache import (
     mixed_runs,
     write_cache,
 )
-from mxd.common.errors import MxdError
-from mxd.common.processes import Processes
-from mxd.config import dump_config, parse_config
+from mxd.data.store import Store, redact
 from mxd.model import load_frozen
-from mxd.store import Store, redact
 from mxd.stream import activation_stream, cache_activations
 from mxd.train import train
 
@@ -65,7 +65,7 @@ SIZE = cache_bytes([(32, 32), (32, 32)], 14 * BATCH)
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch):
     """A window of three batches is a shard of two and one of one; 14 batches are nine shards."""
-    monkeypatch.setattr("mxd.cache.SHARD_BATCHES", 2)
+    monkeypatch.setattr("mxd.data.cache.SHARD_BATCHES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def counting(live, whole):
 def written(live, tmp_path_factory):
     """A cache of the 14 batches, written at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mxd.cache.SHARD_BATCHES", 2)
+        patch.setattr("mxd.data.cache.SHARD_BATCHES", 2)
         return write(tmp_path_factory.mktemp("written") / "cache", live)
 
 
@@ -322,8 +322,8 @@ def test_a_shard_of_another_cache_is_refused(tmp_path, live, cache):
 WORKER = """
 import sys, time
 import torch
-from mxd.activations import Batch, Cursor
-from mxd.cache import claim_cache, write_cache
+from mxd.data.activations import Batch, Cursor
+from mxd.data.cache import claim_cache, write_cache
 
 def stream(start, mine):
     for window in range(start.context, 12):
@@ -365,7 +365,7 @@ def test_workers_at_the_same_time_one_of_them_killed(tmp_path, monkeypatch):
             process.kill()
             process.wait()
     assert 5 <= of_the_last() < 16
-    monkeypatch.setattr("mxd.cache.SHARD_BATCHES", 16)
+    monkeypatch.setattr("mxd.data.cache.SHARD_BATCHES", 16)
     monkeypatch.setattr(sys, "argv", [str(script), folder, "1", "2", folder, "0", "2", once, "0", "1"])
     runpy.run_path(str(script))
     written = {name: content for name, content in contents(folder).items() if not name.name.startswith(".")}
@@ -629,7 +629,7 @@ def test_a_full_disk_loses_no_shard_and_leaves_no_part_of_one(tmp_path, live, wh
         written.append(path)
         real(tensors, path)
 
-    monkeypatch.setattr("mxd.cache.save_file", full)
+    monkeypatch.setattr("mxd.data.cache.save_file", full)
     folder = tmp_path / "c"
     with pytest.raises(MxdError, match=r"cannot write .*shard-000002\.safetensors: .*No space left.* Free space"):
         write(folder, live)
@@ -638,7 +638,7 @@ def test_a_full_disk_loses_no_shard_and_leaves_no_part_of_one(tmp_path, live, wh
         *(f"shard-00000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors")),
     ]
     assert all_same(cached_batches(folder, LAYERS), whole[:3])
-    monkeypatch.setattr("mxd.cache.save_file", real)
+    monkeypatch.setattr("mxd.data.cache.save_file", real)
     write(folder, live)
     assert all_same(cached_batches(folder, LAYERS), whole)
 
@@ -958,7 +958,7 @@ def cached(gpt2, text, tmp_path_factory):
     """A cache of the run below."""
     folder = tmp_path_factory.mktemp("cached") / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mxd.cache.SHARD_BATCHES", 2)
+        patch.setattr("mxd.data.cache.SHARD_BATCHES", 2)
         cache_activations(run(folder.parent, text), folder, gpt2)
     return folder
 

@@ -15,9 +15,9 @@ import pytest
 from damage import flipped
 from datasets import Dataset, load_dataset
 
-from mxd import data
 from mxd.common.errors import MxdError
-from mxd.data import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
+from mxd.data import text as data
+from mxd.data.text import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
 from mxd.model import BUNDLED, bundled, bundled_path, load_frozen, outline
 
@@ -621,7 +621,7 @@ def test_a_hub_dataset_without_the_column_or_split(hub):
 def test_parts_of_a_hub_dataset_are_disjoint_and_cover_it(monkeypatch):
     import datasets
 
-    from mxd.data import documents
+    from mxd.data.text import documents
 
     rows = datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(300)]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
@@ -635,7 +635,7 @@ def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
     import datasets
 
     from mxd.common.errors import MxdError
-    from mxd.data import documents
+    from mxd.data.text import documents
 
     def broken():
         yield {"text": "one"}
