@@ -165,9 +165,9 @@ def plan(
     """
     from mxd.artifacts.checkpoint import write_json
     from mxd.config import load_config
-    from mxd.plan import check_memory, plan_run
+    from mxd.planning.memory import check_memory, plan_run
+    from mxd.planning.time import expected
     from mxd.report.plan import plan_numbers, plan_tables
-    from mxd.scaling import expected
 
     run = load_config(config, overrides)
     found = plan_run(run, world=processes, groups=groups, shard=shard)

@@ -42,7 +42,7 @@ from mxd.data.activations import Batch, Cursor
 from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel
-from mxd.plan import as_recorded, prepare
+from mxd.planning.memory import as_recorded, prepare
 from mxd.state import RUN_FILE, Info, State, load_state, new_run, run_of, save_state
 from mxd.stream import BASE, activation_stream, bos_activations, load_base, masked_ids_of, origin
 

@@ -32,7 +32,7 @@ from mxd.evaluation.faithfulness import evaluate
 from mxd.jobs import new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import sparse
-from mxd.plan import plan_layers
+from mxd.planning.memory import plan_layers
 from mxd.stream import activation_stream, cache_activations
 from mxd.train import train
 

@@ -33,7 +33,7 @@ from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import proposals_pay
-from mxd.plan import plan_layers
+from mxd.planning.memory import plan_layers
 from mxd.stream import activation_stream
 
 Counts = dict[str, Counter[str]]

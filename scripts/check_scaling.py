@@ -100,8 +100,8 @@ def modelled(world: int, groups: int, config: str, found: dict[str, float]) -> d
     from dataclasses import asdict
 
     from mxd.config import load_config
-    from mxd.plan import plan_run
-    from mxd.scaling import Speeds, step_times
+    from mxd.planning.memory import plan_run
+    from mxd.planning.time import Speeds, step_times
 
     run = load_config(config, WORDS)
     at = Speeds(found["products"], found["products"], found["products"], found["copies"], found["network"])

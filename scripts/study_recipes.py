@@ -29,7 +29,7 @@ from mxd.layers import Code, MLPWeights
 from mxd.layers.base import code_product
 from mxd.layers.mxd import SPREAD, MxD, MxDConfig
 from mxd.model import FrozenModel, load_frozen
-from mxd.plan import plan_layers
+from mxd.planning.memory import plan_layers
 from mxd.stream import activation_stream
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"

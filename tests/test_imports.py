@@ -13,7 +13,6 @@ ROOT = Path(mxd.__file__).parent
 
 ORDER = [
     "common",
-    "meter",
     "ops",
     "layers",
     "vetting",
@@ -27,9 +26,7 @@ ORDER = [
     "config",
     "splice",
     "export",
-    "division",
-    "plan",
-    "scaling",
+    "planning",
     "stream",
     "jobs",
     "train",
@@ -130,13 +127,13 @@ def test_no_cycles():
 @modules
 def test_configs_reach_only_what_a_run_is_made_of(name):
     if "mxd.config" in imports(name):
-        assert part(name) in {"plan", "scaling", "stream", "jobs", "train", "evaluation", "cli"}
+        assert part(name) in {"planning", "training", "evaluation", "cli"}
 
 
 @modules
 def test_only_train_imports_accelerate(name):
     uses = any(module.partition(".")[0] == "accelerate" for module in imports(name))
-    assert uses == (name == "mxd.train")
+    assert uses == (name == "mxd.training.trainer")
 
 
 @modules

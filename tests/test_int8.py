@@ -9,7 +9,7 @@ from runs import small
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.model import load_frozen
-from mxd.plan import plan_run
+from mxd.planning.memory import plan_run
 from mxd.splice import spliced
 from mxd.train import train
 

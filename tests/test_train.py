@@ -22,7 +22,7 @@ from mxd.jobs import learning_rate, new_job
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
-from mxd.plan import plan_layers
+from mxd.planning.memory import plan_layers
 from mxd.train import Interrupted, train
 
 EVERYTHING = [

@@ -15,7 +15,7 @@ from mxd.evaluation.checkpoints import open_checkpoints, save_results
 from mxd.evaluation.generation import generate_checkpoints
 from mxd.evaluation.probing import probe_checkpoints
 from mxd.evaluation.steering import steer_checkpoints
-from mxd.plan import check_memory, plan_run
+from mxd.planning.memory import check_memory, plan_run
 from mxd.questions import EvaluationConfig, Question
 from mxd.stream import load_base
 from mxd.train import train

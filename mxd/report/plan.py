@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from mxd.plan import Plan, peak
-from mxd.scaling import Speeds, Times, product_seconds
+from mxd.planning.memory import Plan, peak
+from mxd.planning.time import Speeds, Times, product_seconds
 
 
 def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> Iterator[Table | str]:

@@ -22,9 +22,9 @@ from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, _differences, launched
 from mxd.config import parse_config
 from mxd.data.activations import Share
-from mxd.division import divide
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.planning.layout import divide
 from mxd.stream import cache_activations
 from mxd.train import train
 

@@ -1,6 +1,6 @@
 """What a run is made of and what it needs: memory, disk and work, known before any weight is loaded.
 
-Costs are found on the meta device by the code that trains (``mxd.meter``); the rest is counted from shapes.
+Costs are found on the meta device by the code that trains (``mxd.planning.profiler``); the rest is counted from shapes.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from mxd.common.progress import console
 from mxd.config import RunConfig, load_config
 from mxd.data.activations import buffer_bytes
 from mxd.data.text import BUNDLED
-from mxd.division import Division, divide
 from mxd.layers import ReplacementConfig, size
 from mxd.layers.sparsity import TopKConfig
-from mxd.meter import Cost, meter
 from mxd.model import DTYPES, FrozenModel, bundled, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
 from mxd.ops.losses import normalize, squared_error
+from mxd.planning.layout import Division, divide
+from mxd.planning.profiler import Cost, meter
 
 ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""

@@ -12,9 +12,9 @@ import torch
 
 from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
-from mxd.division import divide
 from mxd.model import DTYPES
-from mxd.plan import Plan, Work
+from mxd.planning.layout import divide
+from mxd.planning.memory import Plan, Work
 
 
 @dataclass(frozen=True)

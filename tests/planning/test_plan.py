@@ -10,16 +10,16 @@ import yaml
 from command import mxd
 from runs import small
 
-from mxd import plan as plan_module
 from mxd.common import hardware
 from mxd.common.errors import MxdError
 from mxd.common.hardware import _group_limits, copy_speed, free_disk, product_speed
 from mxd.layers import LAYERS, MLPShape, size
-from mxd.meter import meter
 from mxd.model import load_frozen, outline
 from mxd.ops import metered_as
-from mxd.plan import as_recorded, check_memory, peak, plan_run, prepare
-from mxd.scaling import Speeds, expected, product_seconds, step_times
+from mxd.planning import memory as plan_module
+from mxd.planning.memory import as_recorded, check_memory, peak, plan_run, prepare
+from mxd.planning.profiler import meter
+from mxd.planning.time import Speeds, expected, product_seconds, step_times
 from mxd.train import train
 
 MIB = 2**20
