@@ -28,7 +28,7 @@ _PUBLIC = {
     "splice": "mxd.splice",
     "spliced": "mxd.splice",
     "export_model": "mxd.export",
-    "train": "mxd.train",
+    "train": "mxd.training.trainer",
     "evaluate": "mxd.evaluation.faithfulness",
 }
 
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Keeps ``mxd.train`` and ``mxd.splice`` the functions, also after the files of those names were imported."""
+    """Keeps ``mxd.splice`` the function, also after the file of that name was imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PUBLIC and isinstance(value, ModuleType):

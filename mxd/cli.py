@@ -106,7 +106,7 @@ def train(
         deterministic: the same as --training.deterministic true: on a GPU the same bits twice, more slowly.
     """
     from mxd.config import load_config
-    from mxd.train import train as run
+    from mxd.training.trainer import train as run
 
     overrides += ("--training.deterministic", "true") if deterministic else ()
     folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
@@ -134,7 +134,7 @@ def cache(
         worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
     """
     from mxd.config import load_config
-    from mxd.stream import cache_activations
+    from mxd.training.source import cache_activations
 
     cache_activations(load_config(config, overrides), folder, dtype=dtype, worker=_worker(worker))
     _say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
@@ -693,7 +693,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     from mxd.model import bundled_path
     from mxd.report.figures import frontier
     from mxd.report.tables import markdown_tables
-    from mxd.train import train as run_training
+    from mxd.training.trainer import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
     marker = config.folder / "evaluation.json"

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import versions
 from mxd.data.activations import activation_batches
-from mxd.jobs import Job, new_job, train_step
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
 from mxd.model import DTYPES, FrozenModel, load_frozen
 from mxd.ops import use_triton
 from mxd.ops.losses import normalize, squared_error
+from mxd.training.step import Job, new_job, train_step
 
 TARGET = 800_000
 """Tokens per second, end to end, that GPT-2's block 8 with MxD, K = 32, must reach."""

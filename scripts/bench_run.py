@@ -29,12 +29,12 @@ from mxd.config import RunConfig, parse_config
 from mxd.data.activations import Batch
 from mxd.data.text import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
-from mxd.jobs import new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import sparse
 from mxd.planning.memory import plan_layers
-from mxd.stream import activation_stream, cache_activations
-from mxd.train import train
+from mxd.training.source import activation_stream, cache_activations
+from mxd.training.step import new_job, train_step
+from mxd.training.trainer import train
 
 SMOLLM2 = "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
 REPLACEMENTS: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def waiting() -> Iterator[list[float]]:
     """Collect the times `mxd train` spends waiting for a batch."""
     import importlib
 
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
     original, waits = module._Run.next_batch, []
 
     def timed(*given: Any) -> Batch:

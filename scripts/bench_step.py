@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import versions
-from mxd.jobs import new_job, train_step
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
 from mxd.ops import Proposals
-from mxd.train import keep_freed_memory
+from mxd.training.step import new_job, train_step
+from mxd.training.trainer import keep_freed_memory
 
 os.environ.setdefault("SPARSIFY_DISABLE_TRITON", "1")  # its kernels need a GPU
 

@@ -55,7 +55,7 @@ def train(words: list[str]) -> dict[str, Any]:
     import torch
 
     from mxd.config import load_config
-    from mxd.train import train as run
+    from mxd.training.trainer import train as run
 
     begin = time.perf_counter()
     folder = run(load_config(words[0], words[1:]))

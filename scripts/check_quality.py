@@ -29,12 +29,12 @@ from mxd.common.progress import progress
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
 from mxd.evaluation.faithfulness import Reconstruction
-from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.model import FrozenModel, load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import proposals_pay
 from mxd.planning.memory import plan_layers
-from mxd.stream import activation_stream
+from mxd.training.source import activation_stream
+from mxd.training.step import Job, learning_rate, new_job, train_step
 
 Counts = dict[str, Counter[str]]
 PATHS = ("plain", "float32", "bfloat16")

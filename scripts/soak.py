@@ -57,7 +57,7 @@ def child(record: Path, words: list[str]) -> None:
 
     from mxd import cli
 
-    train = importlib.import_module("mxd.train")
+    train = importlib.import_module("mxd.training.trainer")
     stream = train.activation_stream
 
     def recorded(config, base, start, *rest):

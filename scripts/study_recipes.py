@@ -24,13 +24,13 @@ from mxd.common.progress import progress
 from mxd.config import RunConfig, load_config
 from mxd.evaluation.account import Account
 from mxd.evaluation.faithfulness import Reconstruction
-from mxd.jobs import Job, learning_rate, new_job, train_step
 from mxd.layers import Code, MLPWeights
 from mxd.layers.base import code_product
 from mxd.layers.mxd import SPREAD, MxD, MxDConfig
 from mxd.model import FrozenModel, load_frozen
 from mxd.planning.memory import plan_layers
-from mxd.stream import activation_stream
+from mxd.training.source import activation_stream
+from mxd.training.step import Job, learning_rate, new_job, train_step
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 SHARES = ("gate_share", "dense_share", "interaction_share", "routed_share")

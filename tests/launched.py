@@ -22,10 +22,10 @@ from mxd.common.errors import MxdError
 from mxd.common.processes import launched
 from mxd.config import parse_config
 from mxd.model import load_frozen
-from mxd.stream import cache_activations
+from mxd.training.source import cache_activations
 
 RANK = int(os.environ.get("RANK", 0))
-module = importlib.import_module("mxd.train")
+module = importlib.import_module("mxd.training.trainer")
 real_stream = module.activation_stream
 
 

@@ -137,7 +137,7 @@ def test_mistakes_end_in_one_clear_message(
 def test_commands_to_copy_are_words_of_a_shell(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("mxd.train")
+    module = import_module("mxd.training.trainer")
 
     def shown(text: str, before: str) -> list[str]:
         return shlex.split(text.partition(before)[2].partition("\n")[0].removesuffix("."))
@@ -254,6 +254,6 @@ def test_importing_mxd_is_quick_to_answer_typos() -> None:
 
 
 def test_public_functions_stay_functions_after_their_files_are_imported() -> None:
-    script = "import mxd, mxd.train, mxd.splice; from mxd.train import train; from mxd.splice import splice\n"
+    script = "import mxd, mxd.splice; from mxd.training.trainer import train; from mxd.splice import splice\n"
     script += "assert mxd.train is train and mxd.splice is splice and callable(mxd.spliced)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)

@@ -26,9 +26,9 @@ from mxd.common.lock import locked
 from mxd.common.stop import Interrupted, Preempted
 from mxd.config import dump_config
 from mxd.data.text import documents
-from mxd.train import train
+from mxd.training.trainer import train
 
-module = importlib.import_module("mxd.train")
+module = importlib.import_module("mxd.training.trainer")
 NAME = "layer2-mxd-k8"
 STREAM = {"data": {"streaming": True}, "training": {"tokens": 512 * 30, "save_every": 100}}
 
@@ -195,7 +195,7 @@ def test_a_signal_is_heard_while_the_text_is_waited_for(tmp_path, trained_gpt2, 
         over.wait(4)
         over.set()
 
-    monkeypatch.setattr("mxd.stream.documents", stalling)
+    monkeypatch.setattr("mxd.training.source.documents", stalling)
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     try:
@@ -212,7 +212,7 @@ def test_a_signal_is_heard_while_the_text_is_waited_for(tmp_path, trained_gpt2, 
 
 @pytest.mark.parametrize("save", [1, 2, 3])
 def test_a_disk_that_fills_up_in_a_save(whole, config, trained_gpt2, monkeypatch, save):
-    state = importlib.import_module("mxd.state")
+    state = importlib.import_module("mxd.training.state")
     real, calls = state.save_file, []
 
     def full(tensors, path):
@@ -318,7 +318,7 @@ def test_a_stream_that_breaks_off(tmp_path, trained_gpt2, monkeypatch):
         raise ConnectionError("the server hung up\nat once")
 
     def source(rows):
-        monkeypatch.setattr("mxd.stream.documents", lambda *args: rows)
+        monkeypatch.setattr("mxd.training.source.documents", lambda *args: rows)
 
     source(iter(pieces()))
     whole = train(small(tmp_path, run="whole", **STREAM), model=trained_gpt2)
@@ -333,7 +333,7 @@ def test_a_stream_that_breaks_off(tmp_path, trained_gpt2, monkeypatch):
 
 
 def test_a_stream_that_ends_early(tmp_path, trained_gpt2, monkeypatch):
-    monkeypatch.setattr("mxd.stream.documents", lambda *args: iter(pieces()[:300]))
+    monkeypatch.setattr("mxd.training.source.documents", lambda *args: iter(pieces()[:300]))
     config = small(tmp_path, **STREAM)
     with pytest.raises(MxdError, match=r"the text ended after .* tokens, before the 15,360 asked for"):
         train(config, model=trained_gpt2)
@@ -343,7 +343,7 @@ def test_a_stream_that_ends_early(tmp_path, trained_gpt2, monkeypatch):
 
 
 def test_a_damaged_shard_of_a_cache(tmp_path, whole, config, trained_gpt2):
-    stream = importlib.import_module("mxd.stream")
+    stream = importlib.import_module("mxd.training.source")
     cache = tmp_path / "cache"
     stream.cache_activations(small(tmp_path, training={"tokens": 512 * 40}), cache, model=trained_gpt2)
     shards = sorted(cache.rglob("*.safetensors"))

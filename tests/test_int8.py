@@ -11,7 +11,7 @@ from mxd.common.errors import MxdError
 from mxd.model import load_frozen
 from mxd.planning.memory import plan_run
 from mxd.splice import spliced
-from mxd.train import train
+from mxd.training.trainer import train
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

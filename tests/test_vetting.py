@@ -16,7 +16,7 @@ import mxd
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.model import load_frozen, outline
-from mxd.stream import load_base
+from mxd.training.source import load_base
 from mxd.vetting import Held, bounded, check_config, measure_gguf
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(mxd.__file__).parents[1] / "scripts/fuzzing/models.py")

@@ -17,8 +17,8 @@ from mxd.evaluation.probing import probe_checkpoints
 from mxd.evaluation.steering import steer_checkpoints
 from mxd.planning.memory import check_memory, plan_run
 from mxd.questions import EvaluationConfig, Question
-from mxd.stream import load_base
-from mxd.train import train
+from mxd.training.source import load_base
+from mxd.training.trainer import train
 
 ANSWERS: dict[Question, tuple[Callable[..., dict[str, Any]], str]] = {
     "evaluation": (answers.faithfulness, "faithfulness"),

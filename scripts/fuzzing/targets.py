@@ -214,7 +214,7 @@ def layer_set(draw: Draw, root: Path, source: Path) -> Load:
 def state(folder: Path) -> Path:
     """Write two saved states of a run."""
     from mxd.data.activations import Cursor
-    from mxd.state import Info, save_state
+    from mxd.training.state import Info, save_state
 
     for step in (1, 2):
         tensors = {"layer/encoder": torch.ones(3, 2), "last_active": torch.zeros(3, dtype=torch.int64)}
@@ -234,7 +234,7 @@ def state(folder: Path) -> Path:
 
 def run_state(draw: Draw, root: Path, source: Path) -> Load:
     """The saved states of a run; the attacker knows how to make a manifest fit."""
-    from mxd.state import load_state
+    from mxd.training.state import load_state
 
     shutil.copytree(source, root / "input")
     spoil_files(draw, root / "input", root, source)
@@ -261,7 +261,7 @@ def _fit_manifest(place: Path) -> None:
 def cache(folder: Path) -> Any:
     """Write a small activation cache."""
     from mxd.config import parse_config
-    from mxd.stream import cache_activations
+    from mxd.training.source import cache_activations
 
     raw = {"replacements": [{"method": "transcoder", "num_units": 64}], "layers": [0], "model": {"device": "cpu"}}
     (folder / "train.txt").write_text("some words to read. " * 200)

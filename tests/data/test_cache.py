@@ -47,8 +47,8 @@ from mxd.data.cache import (
 )
 from mxd.data.store import Store, redact
 from mxd.model import load_frozen
-from mxd.stream import activation_stream, cache_activations
-from mxd.train import train
+from mxd.training.source import activation_stream, cache_activations
+from mxd.training.trainer import train
 
 BATCH, LAYERS, MASKED = 8, (0, 2), (0, 1, 2, 3, 4)
 IDENTITY = {
@@ -1014,7 +1014,7 @@ def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2
 
     record = type(gpt2).record
     for name in ("documents", "token_blocks", "activation_batches"):
-        monkeypatch.setattr(importlib.import_module("mxd.stream"), name, fail)
+        monkeypatch.setattr(importlib.import_module("mxd.training.source"), name, fail)
     monkeypatch.setattr(type(gpt2), "record", at_bos)
     assert_same_run(train(run(tmp_path / "cached", text, cached), model=gpt2), live_run)
     assert len(state_of(live_run)[1]) == 6 * 5
@@ -1031,7 +1031,7 @@ def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gp
 def test_interrupted_and_resumed_from_the_cache_equals_uninterrupted(tmp_path, gpt2, text, cached, monkeypatch, step):
     fields = {"layers": [2], "training": {"save_every": step}}
     uninterrupted = train(run(tmp_path / "whole", text, cached, **fields), model=gpt2)
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
     real, calls = module.train_step, []
 
     def stop(*args):
@@ -1113,7 +1113,7 @@ def test_a_text_that_has_no_files_is_known_by_its_token_ids(
     tmp_path, gpt2, own_text, monkeypatch, number, streamed, change
 ):
     """As one of the Hub: a lost shard is not written from another text, nor more after it."""
-    stream = importlib.import_module("mxd.stream")
+    stream = importlib.import_module("mxd.training.source")
     real, folder = stream.documents, tmp_path / "cache"
     monkeypatch.setattr(stream, "text_hash", lambda *args: None)
     if streamed:
@@ -1244,7 +1244,7 @@ def test_a_run_mixes_a_cache_of_another_seed_and_batch_size(tmp_path, gpt2, text
     }
     uninterrupted = train(run(tmp_path / "whole", text, cached, **fields), model=gpt2)
     assert state_of(uninterrupted)[1][-1]["tokens"] == 1000
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
     real, calls = module.train_step, []
 
     def stop(*args, **options):
@@ -1273,7 +1273,7 @@ def test_mixing_needs_the_same_activations_all_the_same(tmp_path, gpt2, text, ca
 def test_the_processes_of_a_launch_are_the_workers(tmp_path, gpt2, text, cached, monkeypatch):
     monkeypatch.setattr(Processes, "agree", lambda self, given: None)
     for rank in (1, 0):
-        monkeypatch.setattr("mxd.stream.launched", lambda minutes, rank=rank: nullcontext(Processes(rank, 2)))
+        monkeypatch.setattr("mxd.training.source.launched", lambda minutes, rank=rank: nullcontext(Processes(rank, 2)))
         cache_activations(run(tmp_path, text), tmp_path / "c", gpt2)
         numbers = {int(name[6:12]) // 2 for name in names(tmp_path / "c") if name[:6] == "shard-"}
         assert numbers == ({1, 3} if rank else {0, 1, 2, 3})

@@ -265,7 +265,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     from mxd.config import parse_config
     from mxd.evaluation.checkpoints import evaluate_checkpoints, measure, open_checkpoints, save_results
-    from mxd.train import train
+    from mxd.training.trainer import train
 
     raw = {
         "run": "r",

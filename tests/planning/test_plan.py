@@ -20,7 +20,7 @@ from mxd.planning import memory as plan_module
 from mxd.planning.memory import as_recorded, check_memory, peak, plan_run, prepare
 from mxd.planning.profiler import meter
 from mxd.planning.time import Speeds, expected, product_seconds, step_times
-from mxd.train import train
+from mxd.training.trainer import train
 
 MIB = 2**20
 EVERYTHING = [

@@ -25,8 +25,8 @@ from mxd.data.activations import Share
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.planning.layout import divide
-from mxd.stream import cache_activations
-from mxd.train import train
+from mxd.training.source import cache_activations
+from mxd.training.trainer import train
 
 SCRIPT = Path(__file__).parents[1] / "launched.py"
 STEPS, BATCH = 12, 512

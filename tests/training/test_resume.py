@@ -20,10 +20,10 @@ from mxd.common.parsing import differences
 from mxd.common.stop import Interrupted
 from mxd.config import RunConfig, config_hash, dump_config, load_config, parse_config
 from mxd.model import load_frozen
-from mxd.stream import cache_activations
-from mxd.train import train
+from mxd.training.source import cache_activations
+from mxd.training.trainer import train
 
-module = importlib.import_module("mxd.train")
+module = importlib.import_module("mxd.training.trainer")
 LINES = [f"{i} is a number, and {i * i} its square." for i in range(400)]
 
 
@@ -293,7 +293,7 @@ def test_a_cache_of_a_text_that_cannot_be_compared(cached, gpt2, monkeypatch):
     config, live = cached
     shutil.rmtree(config.folder)
     for lines in (LINES, [LINES[0].replace("a number", "a square"), *LINES[1:]]):
-        monkeypatch.setattr("mxd.stream.text_hash", lambda *args: None)
+        monkeypatch.setattr("mxd.training.source.text_hash", lambda *args: None)
         write_text(Path(live.data.source), lines)
         another_cache(config, live, gpt2)
         if lines is LINES:
@@ -305,7 +305,7 @@ def test_a_cache_of_a_text_that_cannot_be_compared(cached, gpt2, monkeypatch):
 @pytest.mark.parametrize("change", ["grown", "another text"])
 def test_a_mixed_cache_with_other_shards(tmp_path, gpt2, monkeypatch, change):
     monkeypatch.setattr("mxd.data.cache.SHARD_BATCHES", 1)
-    monkeypatch.setattr("mxd.stream.text_hash", lambda *args: None)
+    monkeypatch.setattr("mxd.training.source.text_hash", lambda *args: None)
     write_text(tmp_path / "text" / "train.jsonl", LINES)
     cache = tmp_path / "cache"
     cache_activations(config_of(tmp_path), cache, gpt2)
@@ -328,7 +328,7 @@ def test_a_mixed_cache_with_other_shards(tmp_path, gpt2, monkeypatch, change):
 def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, step):
     """What was read is compared before the base model runs; what comes later nobody can know."""
     lines = list(LINES)
-    monkeypatch.setattr("mxd.stream.documents", lambda *args: iter(lines))
+    monkeypatch.setattr("mxd.training.source.documents", lambda *args: iter(lines))
     whole = train(config_of(tmp_path, "whole"), model=gpt2)
     config = config_of(tmp_path)
     stop_after(step, config, gpt2)

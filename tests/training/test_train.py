@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from mxd.artifacts.checkpoint import load_layer, read_config
 from mxd.common.errors import MxdError
 from mxd.config import dump_config
-from mxd.jobs import learning_rate, new_job
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model import load_frozen
 from mxd.planning.memory import plan_layers
-from mxd.train import Interrupted, train
+from mxd.training.step import learning_rate, new_job
+from mxd.training.trainer import Interrupted, train
 
 EVERYTHING = [
     {"method": "mxd", "sparsity": [{"kind": "topk", "k": 8}, {"kind": "random_k", "k": 8}]},
@@ -111,7 +111,7 @@ def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
 RUNNER = """
 import sys, mxd
 from mxd.config import load_config
-from mxd.train import train
+from mxd.training.trainer import train
 train(load_config(sys.argv[1]), resume=sys.argv[2] == "resume")
 """
 
@@ -144,7 +144,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pyt
     before = signal.getsignal(signal.SIGINT)
     whole = train(small(tmp_path, run="whole"))
     config = small(tmp_path, run="cut")
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
 
     real, calls = module.train_step, []
 
@@ -229,7 +229,7 @@ def test_poisoned_activations_stop_the_run_and_lose_nothing(tmp_path: Path) -> N
 
 
 def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.stream")
+    module = importlib.import_module("mxd.training.source")
 
     texts = module.documents("bundled", "validation")[:6]
     monkeypatch.setattr(module, "documents", lambda *args: iter(texts))
@@ -291,7 +291,7 @@ def test_names_tell_settings_apart(tmp_path: Path) -> None:
 def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    module = importlib.import_module("mxd.jobs")
+    module = importlib.import_module("mxd.training.step")
 
     seen, real = [], module.Stats.see
 
@@ -338,7 +338,7 @@ def test_local_text_and_no_mask(tmp_path: Path) -> None:
 
 
 def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
 
     real = module.train_step
 
@@ -457,7 +457,7 @@ def test_a_run_with_bfloat16_proposals_resumes_bit_for_bit(
     fields = {"training": {"proposals": "bfloat16", "save_every": 5}}
     whole = train(small(tmp_path, run="whole", **fields), model=trained_gpt2)
     config = small(tmp_path, run="cut", **fields)
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
     real, calls = module.train_step, []
 
     def stop(*args) -> None:
@@ -490,7 +490,7 @@ def test_tf32_is_for_the_run_alone_however_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2, caller_set_ieee, tf32: bool, error: type | None
 ) -> None:
     settings = caller_set_ieee
-    module = importlib.import_module("mxd.train")
+    module = importlib.import_module("mxd.training.trainer")
     real, seen = module.train_step, []
 
     def spy(*args) -> None:

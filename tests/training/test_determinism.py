@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from mxd.config import parse_config
 from mxd.layers import parse_layer
 from mxd.layers.sparsity import RandomKConfig
-from mxd.train import train
+from mxd.training.trainer import train
 
 METHODS = [
     {"method": "mxd", "num_units": 24, "sparsity": {"kind": "random_k", "k": 4}},

@@ -15,7 +15,7 @@ from mxd.artifacts.checkpoint import clear_partials
 from mxd.common.errors import MxdError
 from mxd.common.processes import Processes
 from mxd.data.activations import Cursor
-from mxd.state import Info, load_state, new_run, run_of, save_state
+from mxd.training.state import Info, load_state, new_run, run_of, save_state
 
 RUN = "0123456789abcdef" * 2
 
@@ -287,7 +287,7 @@ def test_a_folder_says_which_run_it_is_of(tmp_path):
 
 def full_disk_at(monkeypatch, name):
     """Fill the disk while a file of that name is written."""
-    module = __import__("mxd.state", fromlist=["state"])
+    module = __import__("mxd.training.state", fromlist=["state"])
     for function in ("save_file", "write_json"):
         real = getattr(module, function)
 
@@ -346,7 +346,7 @@ def test_an_interrupted_save_leaves_no_trace(tmp_path, monkeypatch, error):
     def interrupt(*args):
         raise error
 
-    monkeypatch.setattr("mxd.state.publish", interrupt)
+    monkeypatch.setattr("mxd.training.state.publish", interrupt)
     with pytest.raises(error):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-000000001"]
