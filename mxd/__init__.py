@@ -27,7 +27,7 @@ _PUBLIC = {
     "load_config": "mxd.config",
     "splice": "mxd.splice",
     "spliced": "mxd.splice",
-    "export_model": "mxd.export",
+    "export_model": "mxd.share.export",
     "train": "mxd.training.trainer",
     "evaluate": "mxd.evaluation.faithfulness",
 }

@@ -423,7 +423,7 @@ def convert(
         raise MxdError(
             "give what to convert, a folder to write, and a tool: mxd convert SOURCE OUT --from (or --to) TOOL"
         )
-    from mxd.formats import export_layers, import_layers
+    from mxd.share.formats import export_layers, import_layers
 
     if from_ is not None:
         if len(sources) > 1:
@@ -557,7 +557,7 @@ def export_model(model: str, /, *checkpoints_and_out: str) -> None:
     *checkpoints, out = checkpoints_and_out or [""]
     if not checkpoints:
         raise MxdError("give a model, checkpoints and a folder to write: mxd export-model MODEL CHECKPOINT... OUT")
-    from mxd.export import export_checkpoints
+    from mxd.share.export import export_checkpoints
 
     export_checkpoints(model, checkpoints, out)
     _say(f"done: {out}\nnext: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")

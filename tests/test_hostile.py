@@ -33,10 +33,10 @@ from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config
 from mxd.data.text import documents
 from mxd.evaluation.labelled import labelled_texts
-from mxd.formats.base import Settings, read_settings, read_tensors
 from mxd.layers import parse_layer
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.share.formats.base import Settings, read_settings, read_tensors
 from mxd.splice import RevisionWarning
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
@@ -217,7 +217,7 @@ def test_a_pickle_offered_as_anything_is_refused_and_does_not_run(layer, tmp_pat
         path.with_suffix(".npz").rename(path)
     else:
         torch.save(payload, path, _use_new_zipfile_serialization=form == "torch")
-    from mxd.formats import FORMATS
+    from mxd.share.formats import FORMATS
 
     def offered(name):
         shutil.copyfile(path, layer / name)

@@ -20,13 +20,12 @@ ORDER = [
     "metrics",
     "artifacts",
     "data",
-    "formats",
     "questions",
     "config",
     "splice",
-    "export",
     "planning",
     "training",
+    "share",
     "evaluation",
     "report",
     "cli",
@@ -135,12 +134,12 @@ def test_only_train_imports_accelerate(name):
 
 @modules
 def test_nothing_is_pickled(name):
-    allowed = {"pickle"} if name == "mxd.formats.reference" else set()  # for the error that torch.load raises
+    allowed = {"pickle"} if name == "mxd.share.formats.reference" else set()  # for the error that torch.load raises
     assert not {module.partition(".")[0] for module in imports(name)} & (FORBIDDEN - allowed)
     calls = [
         ast.unparse(node) for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Attribute)
     ]
-    if name == "mxd.formats.reference":  # reads others' pickles, tensors and plain values only
+    if name == "mxd.share.formats.reference":  # reads others' pickles, tensors and plain values only
         text = FILES[name].read_text()
         assert text.count("torch.load(") == text.count("weights_only=True)") == 1
         calls.remove("torch.load")

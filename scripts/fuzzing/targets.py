@@ -316,9 +316,9 @@ def _seal_shards(folder: Path) -> None:
 def foreign(folder: Path) -> Any:
     """Write transcoders for two blocks in every format that is read, for a model of width 64."""
     from mxd.artifacts.checkpoint import Provenance, Trained
-    from mxd.formats import FORMATS
-    from mxd.formats.base import Outgoing
     from mxd.layers import parse_layer
+    from mxd.share.formats import FORMATS
+    from mxd.share.formats.base import Outgoing
 
     base = frozen()
     width = base.mlp_shape(0).d_in
@@ -366,7 +366,7 @@ def importing(tool: str) -> Target:
     """Return the import of one format."""
 
     def make(draw: Draw, root: Path, prepared: Any) -> Load:
-        from mxd import formats
+        from mxd.share import formats
 
         source, base = prepared
         shutil.copytree(source / tool, root / "input")

@@ -65,7 +65,7 @@ def take(work: Path) -> None:
     from safetensors.torch import load_file
 
     import mxd
-    from mxd.formats import import_layers
+    from mxd.share.formats import import_layers
 
     cases, outputs = load_file(work / "cases.safetensors"), load_file(work / "outputs.safetensors")
     for name in ("relu", "jumprelu"):

@@ -12,10 +12,10 @@ import mxd
 from mxd.artifacts.checkpoint import Provenance, Trained
 from mxd.data.activations import activation_batches
 from mxd.data.text import documents, special_ids, token_blocks
-from mxd.formats import export_layers, import_layers
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.ops.losses import normalized_mse
+from mxd.share.formats import export_layers, import_layers
 
 K, UNITS, TOKENS = 8, 512, 2048
 

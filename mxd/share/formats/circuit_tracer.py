@@ -21,7 +21,11 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import atomic_folder
 from mxd.common.errors import MxdError
-from mxd.formats.base import (
+from mxd.layers.base import Code
+from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
+from mxd.layers.transcoder import Transcoder
+from mxd.model import FrozenModel
+from mxd.share.formats.base import (
     Format,
     Found,
     Outgoing,
@@ -35,11 +39,7 @@ from mxd.formats.base import (
     take,
     weights_of,
 )
-from mxd.formats.conventions import output_hook
-from mxd.layers.base import Code
-from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
-from mxd.layers.transcoder import Transcoder
-from mxd.model import FrozenModel
+from mxd.share.formats.conventions import output_hook
 
 NAMES = {
     "W_enc": "encoder",

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError, unknown
-from mxd.formats.base import (
+from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, ReLUL1Config
+from mxd.model import FrozenModel
+from mxd.share.formats.base import (
     Format,
     Found,
     Outgoing,
@@ -28,9 +30,7 @@ from mxd.formats.base import (
     take,
     weights_of,
 )
-from mxd.formats.conventions import output_hook
-from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, ReLUL1Config
-from mxd.model import FrozenModel
+from mxd.share.formats.conventions import output_hook
 
 NAMES = {
     "W_enc": "encoder",

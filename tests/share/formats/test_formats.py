@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
-from mxd.formats import FORMATS, export_layers, import_layers
 from mxd.model import load_frozen
+from mxd.share.formats import FORMATS, export_layers, import_layers
 
 D, N, K = 32, 40, 5
 TOPK, RELU, JUMP = {"kind": "topk", "k": K}, {"kind": "relu_l1", "l1": 0.0}, {"kind": "jumprelu"}
@@ -256,7 +256,7 @@ def test_inputs_before_the_affine_part_are_folded(kind, folder_of, ids, tmp_path
 
 def test_thresholds_minimise_the_squared_error_of_each_units_activations(base, make, tmp_path):
     """No threshold between any two of a unit's pre-activations does better, by trying all of them."""
-    from mxd.formats.jumprelu import fit_thresholds
+    from mxd.share.formats.jumprelu import fit_thresholds
 
     layer, x = make(base, tmp_path).layer, torch.randn(200, D)
     pre = layer.pre_activations(x).double().numpy()
@@ -274,7 +274,7 @@ def test_thresholds_minimise_the_squared_error_of_each_units_activations(base, m
 
 def test_thresholds_by_hand():
     """One unit, TopK drops its 5 and keeps two 3s: all off costs 18, all on 25. Without the 5: on, halfway to the 1."""
-    from mxd.formats.jumprelu import _fit
+    from mxd.share.formats.jumprelu import _fit
 
     smallest = torch.tensor([[torch.inf], [3.0], [2.0]])
     assert _fit(torch.tensor([[5.0], [3.0], [3.0]]), smallest).item() == 5
@@ -282,7 +282,7 @@ def test_thresholds_by_hand():
 
 
 def test_a_unit_that_never_fires_is_switched_off(base, make, tmp_path):
-    from mxd.formats.jumprelu import fit_thresholds
+    from mxd.share.formats.jumprelu import fit_thresholds
 
     layer, x = make(base, tmp_path).layer, torch.randn(200, D)
     layer.encoder[7] *= 1e-3

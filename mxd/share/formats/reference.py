@@ -24,11 +24,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.formats.base import DTYPES, Format, Found, as_transcoder, site, take
-from mxd.formats.conventions import shift_input
 from mxd.layers.base import Activation, ReplacementConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import AnySparsity, ReLUL1Config, TopKConfig
+from mxd.share.formats.base import DTYPES, Format, Found, as_transcoder, site, take
+from mxd.share.formats.conventions import shift_input
 
 CONFIG_CLASS = "sae_training.config.LanguageModelSAERunnerConfig"
 TRANSCODER = {"W_enc": "encoder", "b_enc": "encoder_bias", "W_dec": "decoder", "b_dec_out": "bias"}

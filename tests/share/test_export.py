@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
-import mxd.export
+import mxd.share.export
 from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
 from mxd.common.errors import MxdError
-from mxd.export import export_checkpoints, export_model
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.model import bundled_path, load_frozen
+from mxd.share.export import export_checkpoints, export_model
 from mxd.splice import splice, spliced
 
 KINDS = get_args(get_args(AnySparsity)[0])
@@ -178,8 +178,8 @@ def test_bfloat16_keeps_the_layers_in_float32_as_a_splice_does(build_model, ids,
 
 
 def test_large_models_are_sharded(gpt2, ids, tmp_path, monkeypatch):
-    save = functools.partial(mxd.export.save_torch_state_dict, max_shard_size="200KB")
-    monkeypatch.setattr(mxd.export, "save_torch_state_dict", save)
+    save = functools.partial(mxd.share.export.save_torch_state_dict, max_shard_size="200KB")
+    monkeypatch.setattr(mxd.share.export, "save_torch_state_dict", save)
     layers = {1: replacement(gpt2, 1)}
     folder = export_model(gpt2, layers, tmp_path / "out")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
@@ -426,7 +426,7 @@ def test_checkpoints_of_different_dtypes_are_refused(trained_gpt2, tmp_path):
 
 def test_the_page_on_other_tools_shows_code_that_runs(trained_gpt2, tmp_path, monkeypatch, capsys):
     """Its nnsight example is run by scripts/interop/nnsight.py, which must hold the same lines."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/interop.md").read_text(encoding="utf-8"), re.S)
     transformers, bridge, nnsight = blocks
     layer = replacement(trained_gpt2, 2, "mxd")

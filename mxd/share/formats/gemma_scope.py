@@ -12,7 +12,8 @@ They predict what the block adds to the residual stream, which in Gemma is a nor
 from pathlib import Path
 
 from mxd.common.errors import MxdError
-from mxd.formats.base import (
+from mxd.layers.sparsity import JumpReLUConfig
+from mxd.share.formats.base import (
     Format,
     Found,
     Settings,
@@ -23,7 +24,6 @@ from mxd.formats.base import (
     site,
     take,
 )
-from mxd.layers.sparsity import JumpReLUConfig
 
 NAMES = {
     "w_enc": "encoder",

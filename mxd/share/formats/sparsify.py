@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 
 from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError
-from mxd.formats.base import (
+from mxd.layers.sparsity import RandomKConfig, TopKConfig
+from mxd.model import FrozenModel
+from mxd.share.formats.base import (
     Format,
     Found,
     Outgoing,
@@ -29,8 +31,6 @@ from mxd.formats.base import (
     take,
     weights_of,
 )
-from mxd.layers.sparsity import RandomKConfig, TopKConfig
-from mxd.model import FrozenModel
 
 NAMES = {
     "encoder.weight": "encoder",

@@ -19,12 +19,12 @@ from mxd.artifacts.checkpoint import Provenance, Trained, fit_tensors, save_laye
 from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
 from mxd.data.text import Blocks
-from mxd.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
-from mxd.formats.base import Format, Found, Outgoing, Reads, weights_of
-from mxd.formats.conventions import affine, norms, shift_input
-from mxd.formats.jumprelu import Loss, fit_and_measure, measure
 from mxd.layers.transcoder import Transcoder
 from mxd.model import FrozenModel, load_frozen
+from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
+from mxd.share.formats.base import Format, Found, Outgoing, Reads, weights_of
+from mxd.share.formats.conventions import affine, norms, shift_input
+from mxd.share.formats.jumprelu import Loss, fit_and_measure, measure
 
 FORMATS = {
     "sparsify": sparsify.FORMAT,

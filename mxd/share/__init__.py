@@ -1,0 +1,1 @@
+"""What leaves the house: whole models for transformers, layers for other tools and from them."""
