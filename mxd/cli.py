@@ -163,7 +163,7 @@ def plan(
         tokens_per_second: what one process was measured to train on this config, in place of this machine's speeds.
         json: file for all numbers.
     """
-    from mxd.artifacts.checkpoint import write_json
+    from mxd.common.files import write_json
     from mxd.config import load_config
     from mxd.planning.memory import check_memory, plan_run
     from mxd.planning.time import expected
@@ -604,7 +604,7 @@ def info(checkpoint: str) -> None:
     Args:
         checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
     """
-    from mxd.artifacts.checkpoint import find_layers, read_config
+    from mxd.artifacts.folders import find_layers, read_config
     from mxd.artifacts.hub import cached_reference
     from mxd.layers import parse_layer
 
@@ -641,7 +641,7 @@ def push(
         license: license of the layers, by the Hub's name (apache-2.0, mit, ...).
         message: commit message.
     """
-    from mxd.artifacts.checkpoint import push as send
+    from mxd.artifacts.transfer import push as send
 
     _draw(checkpoint)
     done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
@@ -657,7 +657,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
         folder: where the layer goes, or the layers of a set; by default checkpoints/NAME.
         pattern: of a set only the layers whose names match, for example '*-k32'.
     """
-    from mxd.artifacts.checkpoint import pull as fetch
+    from mxd.artifacts.transfer import pull as fetch
 
     places = fetch(reference, folder, pattern)
     for place in places:
@@ -668,7 +668,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
 def _draw(folder: Path) -> None:
     """Draw the figure of an evaluated run, where it is missing or older than the numbers."""
     from mxd.artifacts.card import Evaluation
-    from mxd.artifacts.checkpoint import read_json
+    from mxd.common.files import read_json
     from mxd.report.figures import frontier
 
     numbers, figure = folder / "evaluation.json", folder / "frontier.png"
@@ -687,7 +687,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     """
     import shutil
 
-    from mxd.artifacts.checkpoint import atomic_file
+    from mxd.common.files import atomic_file
     from mxd.config import dump_config, load_config
     from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
     from mxd.model import bundled_path

@@ -14,7 +14,8 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from mxd.artifacts.checkpoint import Provenance, Trained, load_layer
+from mxd.artifacts.checkpoint import Trained, load_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, wrap

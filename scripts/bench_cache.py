@@ -18,7 +18,7 @@ from typing import get_args
 
 import torch
 
-from mxd.artifacts.checkpoint import versions
+from mxd.artifacts.provenance import versions
 from mxd.data.activations import Batch, Cursor, Mine, ahead
 from mxd.data.cache import Dtype, Stream, cache_bytes, cached_batches, claim_cache, mixed_batches, write_cache
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import versions
+from mxd.artifacts.provenance import versions
 from mxd.data.activations import activation_batches
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
 from mxd.model import DTYPES, FrozenModel, load_frozen

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from mxd.artifacts.checkpoint import versions
+from mxd.artifacts.provenance import versions
 from mxd.config import RunConfig, parse_config
 from mxd.data.activations import Batch
 from mxd.data.text import documents, token_blocks

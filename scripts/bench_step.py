@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import versions
+from mxd.artifacts.provenance import versions
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
 from mxd.ops import Proposals
 from mxd.training.step import new_job, train_step

@@ -192,7 +192,7 @@ def test_a_message_has_a_line_of_its_own_after_an_unfinished_bar(
         except OSError as error:
             raise MxdError("cannot reach the Hub.") from error
 
-    monkeypatch.setattr("mxd.artifacts.checkpoint.find_layers", fail)
+    monkeypatch.setattr("mxd.artifacts.folders.find_layers", fail)
     code, _, err = mxd(capsys, "info", "org/name")
     assert code == 1 and "3/10" in err
     assert err.endswith("\nmxd: cannot reach the Hub.\n")

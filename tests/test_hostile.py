@@ -26,8 +26,10 @@ from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 import mxd
-from mxd.artifacts.checkpoint import Provenance, load_layer, load_layers, read_json, save_layer
+from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError, MxdWarning, printable, redact, typed
+from mxd.common.files import read_json
 from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
 from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxd.artifacts.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mxd.artifacts.checkpoint import atomic_file, is_partial, writing
 from mxd.common.errors import MxdError, redact
+from mxd.common.files import atomic_file, is_partial, writing
 from mxd.common.parsing import file_sha256, regular
 
 Location = str | Path

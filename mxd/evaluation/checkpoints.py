@@ -7,9 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mxd.artifacts.checkpoint import Trained, find_layers, load_layer, versions, whole_file, write_json
+from mxd.artifacts.checkpoint import Trained, load_layer
+from mxd.artifacts.folders import find_layers
 from mxd.artifacts.hub import cached_reference
+from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError
+from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data.text import Blocks, documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate

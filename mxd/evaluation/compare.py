@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mxd.artifacts.checkpoint import read_json
+from mxd.common.files import read_json
 from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.evaluation import answers

@@ -15,7 +15,7 @@ PERMUTATIONS = 999
 NUMBERS = 2**21
 """Correlations under permutation that are held at a time."""
 
-Entries = tuple[Int[Tensor, "_"], Int[Tensor, "_"], Float[Tensor, "_"]]
+Entries = tuple[Int[Tensor, " _"], Int[Tensor, " _"], Float[Tensor, " _"]]
 """Unit, text and value, of what is not zero."""
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mxd.artifacts.checkpoint import atomic_file
 from mxd.common.errors import printable
+from mxd.common.files import atomic_file
 from mxd.common.parsing import sayable
 from mxd.report.source import Node
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mxd.artifacts.checkpoint import versions, whole_file
+from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError, printable
+from mxd.common.files import whole_file
 from mxd.report.blocks import Section
 from mxd.report.markdown import markdown
 from mxd.report.run import Run, read_run

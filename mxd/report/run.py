@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mxd.artifacts.checkpoint import Provenance, find_layers, read_layer
+from mxd.artifacts.folders import find_layers, read_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.common.parsing import parse_json
 from mxd.layers import ReplacementConfig

@@ -14,17 +14,11 @@ from typing import Any, cast
 from huggingface_hub import ModelCardData, save_torch_state_dict
 from torch import Tensor, nn
 
-from mxd.artifacts.checkpoint import (
-    FORMAT,
-    Trained,
-    atomic_folder,
-    load_layer,
-    load_layers,
-    read_json,
-    versions,
-    write_json,
-)
+from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
+from mxd.artifacts.folders import FORMAT
+from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError, printable
+from mxd.common.files import atomic_folder, read_json, write_json
 from mxd.layers import ReplacementLayer
 from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
 from mxd.splice import Replacement, SplicedMLP, Where, spliced

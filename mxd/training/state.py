@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import atomic_file, clear_partials, partial_name, publish, settle, write_json, writing
 from mxd.common.errors import MxdError
+from mxd.common.files import atomic_file, clear_partials, partial_name, publish, settle, write_json, writing
 from mxd.common.parsing import file_sha256, parse_json, read_text, regular
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console

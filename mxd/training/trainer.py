@@ -20,18 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import (
-    Provenance,
-    atomic_file,
-    clear_partials,
-    fit_tensors,
-    is_partial,
-    save_layer,
-    settle,
-    versions,
-    writing,
-)
+from mxd.artifacts.checkpoint import save_layer
+from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, SharedError, typed
+from mxd.common.files import atomic_file, clear_partials, is_partial, settle, writing
 from mxd.common.lock import LOCK_FILE, locked
 from mxd.common.parsing import differences
 from mxd.common.processes import Processes, launched

@@ -66,7 +66,8 @@ def frozen() -> Any:
 
 def layers(folder: Path) -> Path:
     """Write one small layer of every method and sparsity."""
-    from mxd.artifacts.checkpoint import Provenance, save_layer
+    from mxd.artifacts.checkpoint import save_layer
+    from mxd.artifacts.provenance import Provenance
     from mxd.layers import parse_layer
 
     encoder = {"hidden": 8, "activation": "relu", "glu": True}
@@ -315,7 +316,8 @@ def _seal_shards(folder: Path) -> None:
 
 def foreign(folder: Path) -> Any:
     """Write transcoders for two blocks in every format that is read, for a model of width 64."""
-    from mxd.artifacts.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Trained
+    from mxd.artifacts.provenance import Provenance
     from mxd.layers import parse_layer
     from mxd.share.formats import FORMATS
     from mxd.share.formats.base import Outgoing
@@ -656,7 +658,7 @@ def cards(folder: Path) -> Any:
 def card(draw: Draw, root: Path, prepared: Any) -> Load:
     """What model cards are made of."""
     from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
-    from mxd.artifacts.checkpoint import read_layer
+    from mxd.artifacts.folders import read_layer
 
     config, evaluation, readme = prepared
     folder = root / "input"
@@ -677,7 +679,7 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
             assert MARK not in re.sub(r"```python\n.*?\n```\n", "", body, flags=re.DOTALL), "a card shows text as it is"
         found = Evaluation.read(folder / "evaluation.json")
         if draw_figure and found is not None:
-            from mxd.artifacts.checkpoint import read_json
+            from mxd.common.files import read_json
             from mxd.report.figures import frontier
 
             frontier(read_json(folder / "evaluation.json"), root / "out" / "frontier.png")
@@ -690,7 +692,7 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
 
 def reference(draw: Draw, root: Path, _: Any) -> Load:
     """A checkpoint by name: a path, a Hub reference, or neither."""
-    from mxd.artifacts.checkpoint import find_layers
+    from mxd.artifacts.folders import find_layers
     from mxd.artifacts.hub import HubReference
 
     (root / "input").mkdir()
@@ -745,7 +747,7 @@ def download(draw: Draw, root: Path, prepared: Any) -> Load:
     """A repository whose list of files leads elsewhere."""
     from loopback_hub import Blob, Repo
 
-    from mxd.artifacts.checkpoint import pull
+    from mxd.artifacts.transfer import pull
 
     server, _, files = prepared
     (root / "input").mkdir()

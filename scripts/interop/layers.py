@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import mxd
-from mxd.artifacts.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance
 from mxd.data.activations import activation_batches
 from mxd.data.text import documents, special_ids, token_blocks
 from mxd.layers.sparsity import TopKConfig

@@ -15,7 +15,7 @@ import torch
 from interop.common import check, main
 
 from mxd import load_frozen, save_layer
-from mxd.artifacts.checkpoint import Provenance
+from mxd.artifacts.provenance import Provenance
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
 from mxd.model import bundled_path

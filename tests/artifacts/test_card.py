@@ -10,7 +10,7 @@ from loopback_hub import LoopbackHub, check_metadata
 from markdown_it import MarkdownIt
 
 from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
-from mxd.artifacts.checkpoint import Provenance
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.sparsity import TopKConfig

@@ -14,17 +14,12 @@ import torch
 from damage import fit_hash, flipped, forget_hash
 from safetensors.torch import load_file, save_file
 
-from mxd.artifacts.checkpoint import (
-    Provenance,
-    UnhashedWarning,
-    atomic_folder,
-    find_layers,
-    fit_tensors,
-    load_layer,
-    load_layers,
-    save_layer,
-)
+from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
+from mxd.artifacts.folders import UnhashedWarning, find_layers
+from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError
+from mxd.common.files import atomic_folder
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import RandomKConfig, ReLUL1Config, TopKConfig

@@ -23,17 +23,11 @@ from huggingface_hub import ModelCard, close_session, constants
 from loopback_hub import Blob, LoopbackHub, Repo
 
 import mxd
-from mxd.artifacts.checkpoint import (
-    Provenance,
-    UnhashedWarning,
-    find_layers,
-    load_layer,
-    load_layers,
-    pull,
-    push,
-    save_layer,
-)
+from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
+from mxd.artifacts.folders import UnhashedWarning, find_layers
 from mxd.artifacts.hub import HubReference, cached_reference, reference_of
+from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.transfer import pull, push
 from mxd.common.errors import MxdError
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
@@ -605,7 +599,7 @@ def test_a_full_disk_at_the_target_leaves_what_was_there(hub, run, capsys, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mxd.artifacts.checkpoint.shutil.copyfile", fail)
+        patch.setattr("mxd.artifacts.transfer.shutil.copyfile", fail)
         code, _, message = command(capsys, "pull", "org/set", "mine")
         assert code == 1 and "No space left on device" in message and "Free space" in message
         assert contents(Path("mine")) == before

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mxd.artifacts.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance
 from mxd.layers import LAYERS
 
 UNITS, K = 40, 4

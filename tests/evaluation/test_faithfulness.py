@@ -223,7 +223,8 @@ def test_a_share_of_noise_is_not_given() -> None:
 
 def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows: np.ndarray) -> None:
     """Whatever a layer was trained without, so that layers are compared over the same targets."""
-    from mxd.artifacts.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Trained
+    from mxd.artifacts.provenance import Provenance
 
     layer = layer_for(model)
     known = {"model": "m", "revision": None, "layer": LAYER, "fingerprint": model.fingerprint(LAYER)}
@@ -309,7 +310,8 @@ def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: 
 
 
 def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel, tmp_path: Path) -> None:
-    from mxd.artifacts.checkpoint import Provenance, Trained
+    from mxd.artifacts.checkpoint import Trained
+    from mxd.artifacts.provenance import Provenance
     from mxd.evaluation.checkpoints import _held_out
 
     def held_out(changes: dict, **data):
@@ -325,7 +327,7 @@ def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel
 
 
 def test_results_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mxd.artifacts import checkpoint
+    from mxd.common import files
     from mxd.evaluation.checkpoints import save_results
 
     class Interrupting:
@@ -340,7 +342,7 @@ def test_results_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         save_results({"results": [*range(10_000), Interrupting()]}, file)
     with monkeypatch.context() as patch, pytest.raises(MxdError, match=r"cannot write .*No space left"):
-        patch.setattr(checkpoint, "settle", full_disk)
+        patch.setattr(files, "settle", full_disk)
         save_results({"results": 2}, file)
     assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
     with pytest.raises(MxdError, match="cannot write"):

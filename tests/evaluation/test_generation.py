@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.artifacts.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.config import DataConfig
 from mxd.evaluation.checkpoints import Subject

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mxd import cli
-from mxd.artifacts.checkpoint import Provenance, save_layer
+from mxd.artifacts.checkpoint import save_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.evaluation import harness
 from mxd.evaluation.harness import find_tasks, score

@@ -11,7 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from transformers import ByT5Tokenizer
 
-from mxd.artifacts.checkpoint import Provenance, Trained
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.probing import (

@@ -11,7 +11,8 @@ import pytest
 import torch
 from command import mxd
 
-from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
+from mxd.artifacts.checkpoint import Trained, save_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.evaluation.steering import (
     Endpoint,

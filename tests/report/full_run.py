@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from mxd.artifacts.checkpoint import Provenance, save_layer, write_json
+from mxd.artifacts.checkpoint import save_layer
+from mxd.artifacts.provenance import Provenance
+from mxd.common.files import write_json
 from mxd.layers import parse_layer
 
 EVIL = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1"> "\'`${window.pwned=1}'

@@ -13,8 +13,8 @@ import pytest
 from command import mxd
 from full_run import EVIL, fill, replacements
 
-from mxd.artifacts.checkpoint import write_json
 from mxd.common.errors import MxdError
+from mxd.common.files import write_json
 from mxd.report.page import build_sections, write_report
 from mxd.report.run import KINDS, read_run
 from mxd.report.sections import faithfulness, masking, similarity, units

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 
 import mxd.share.export
-from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
+from mxd.artifacts.checkpoint import Trained, save_layer
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig

@@ -11,8 +11,8 @@ import torch
 from runs import seal_state
 from safetensors.torch import save_file
 
-from mxd.artifacts.checkpoint import clear_partials
 from mxd.common.errors import MxdError
+from mxd.common.files import clear_partials
 from mxd.common.processes import Processes
 from mxd.data.activations import Cursor
 from mxd.training.state import Info, load_state, new_run, run_of, save_state

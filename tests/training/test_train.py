@@ -15,7 +15,8 @@ import torch
 from runs import assert_same_run, metrics, small, tensors
 from safetensors.torch import load_file
 
-from mxd.artifacts.checkpoint import load_layer, read_config
+from mxd.artifacts.checkpoint import load_layer
+from mxd.artifacts.folders import read_config
 from mxd.common.errors import MxdError
 from mxd.config import dump_config
 from mxd.layers.sparsity import RandomKConfig, TopKConfig

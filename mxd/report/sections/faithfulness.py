@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric
-from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots
+from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots, with_error
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines

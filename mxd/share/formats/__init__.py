@@ -15,7 +15,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from mxd.artifacts.checkpoint import Provenance, Trained, fit_tensors, save_layer, versions
+from mxd.artifacts.checkpoint import Trained, save_layer
+from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
 from mxd.data.text import Blocks

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import Provenance, fit_tensors
+from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
 from mxd.common.parsing import parse_json, parse_yaml, read_text, regular
 from mxd.layers import Code, ReplacementConfig

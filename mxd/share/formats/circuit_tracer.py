@@ -19,8 +19,8 @@ from pydantic import PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.artifacts.checkpoint import atomic_folder
 from mxd.common.errors import MxdError
+from mxd.common.files import atomic_folder
 from mxd.layers.base import Code
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import Transcoder

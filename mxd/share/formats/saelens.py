@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 from safetensors.torch import save_file
 
-from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError, unknown
+from mxd.common.files import atomic_folder, write_json
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, ReLUL1Config
 from mxd.model import FrozenModel
 from mxd.share.formats.base import (

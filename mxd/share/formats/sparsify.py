@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import PositiveInt
 from safetensors.torch import save_file
 
-from mxd.artifacts.checkpoint import atomic_folder, write_json
 from mxd.common.errors import MxdError
+from mxd.common.files import atomic_folder, write_json
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.model import FrozenModel
 from mxd.share.formats.base import (

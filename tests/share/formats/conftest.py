@@ -32,7 +32,8 @@ def gpt2_folder(folder_of):
 @pytest.fixture
 def make():
     """Build a transcoder with random weights for a block of a model, with its provenance."""
-    from mxd.artifacts.checkpoint import Provenance, Trained, save_layer
+    from mxd.artifacts.checkpoint import Trained, save_layer
+    from mxd.artifacts.provenance import Provenance
     from mxd.layers import parse_layer
 
     def build(base, folder, block=BLOCK, method="transcoder", units=40, **fields):

@@ -1,0 +1,218 @@
+"""Layers' folders: where they are, on this machine or on the Hub, and what each holds, read strictly."""
+
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from mxd.artifacts import hub
+from mxd.artifacts.card import FIGURE
+from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.tensors import fit_tensors
+from mxd.common.errors import MxdError, MxdWarning
+from mxd.common.files import read_json
+from mxd.common.parsing import file_sha256, regular
+from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
+
+FORMAT = 1
+LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")
+"""What a layer's folder holds; only these are ever sent or fetched."""
+SET_FILES = ("evaluation.json", FIGURE, "README.md")
+"""What may lie beside the layers of a set."""
+
+
+class UnhashedWarning(MxdWarning):
+    """A layer was saved before configs named the SHA-256 of the tensors, so nothing tells whether they are whole."""
+
+
+def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, Provenance]:
+    """Load the layer in a folder: every tensor as it was saved, none missing or extra; in evaluation mode.
+
+    Args:
+        folder: a layer's folder.
+        verify: compare the tensors with the SHA-256 that ``config.json`` names.
+
+    Raises:
+        MxdError: no checkpoint there, or one that is damaged.
+    """
+    config, provenance = read_layer(folder)
+    try:
+        if verify:
+            _compare(folder)
+        tensors = load_file(regular(folder / "model.safetensors"))
+    except (OSError, SafetensorError) as error:
+        raise MxdError(
+            f"cannot read {folder}/model.safetensors: {error}. Copy or download the checkpoint again."
+        ) from error
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    if config.num_params > 2 * numbers + 2**20:  # before a layer of whatever size config.json names is made
+        raise MxdError(
+            f"{folder}: config.json describes {config.num_params:,} parameters, model.safetensors holds {numbers:,}. "
+            "Copy or download the checkpoint again."
+        )
+    layer = config.build()
+    fit_tensors(layer.state_dict(), tensors, str(folder))
+    layer.load_state_dict(tensors)
+    for name, parameter in layer.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise MxdError(f"{folder}: {name} holds values that are no finite numbers. Copy or download it again.")
+    return layer.eval().requires_grad_(False), provenance
+
+
+def _compare(folder: Path) -> None:
+    """Compare a layer's tensors with the SHA-256 that its config names.
+
+    Raises:
+        MxdError: it is another.
+        OSError: the tensors cannot be read.
+    """
+    config, file = read_config(folder), folder / "model.safetensors"
+    if "tensors_sha256" not in config:
+        warn(
+            f"{folder}/config.json, saved by an earlier version of mxd, names no SHA-256 of model.safetensors: whether "
+            "that is as it was saved cannot be told.",
+            UnhashedWarning,
+            stacklevel=5,
+        )
+        return
+    found = file_sha256(file)
+    if found != config["tensors_sha256"]:
+        cached = hub.cached_reference(folder) is not None
+        remedy = f"Delete {file.resolve()} and download it" if cached else "Copy or download the checkpoint"
+        raise MxdError(
+            f"{file} is not what was saved: its SHA-256 is {found}, config.json names {config['tensors_sha256']}. "
+            f"{remedy} again."
+        )
+
+
+def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
+    """Read what a layer's folder says of it, without its tensors.
+
+    Raises:
+        MxdError: no checkpoint there, or its ``config.json`` is wrong.
+    """
+    config = read_config(folder)
+    try:
+        provenance = Provenance.model_validate(config.get("provenance"))
+    except ValidationError as error:
+        raise MxdError(f"{folder}/config.json: bad provenance: {error}") from error
+    return parse_layer(config.get("layer")), provenance
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and check a layer folder's ``config.json``.
+
+    Raises:
+        MxdError: there is none, or it is not this format.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise MxdError(f"no checkpoint at {str(folder)!r}: expected a folder with config.json and model.safetensors.")
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise MxdError(f"{path} is not an mxd layer of format {FORMAT}.")
+    return config
+
+
+def find_layers(
+    path: str | Path,
+    pattern: str = "*",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    weights: bool = True,
+) -> list[Path]:
+    """Return the layer folders at a path or a Hub reference: the folder itself, or those directly inside.
+
+    From the Hub come first the configs, and what they show to be layers then: nothing else is ever downloaded.
+
+    Args:
+        path: a layer's folder, a run's folder, or a Hub reference to either.
+        pattern: of a set only the folders whose names match.
+        revision: as in ``load_layer``.
+        token: as in ``load_layer``.
+        cache_dir: as in ``load_layer``.
+        local_files_only: as in ``load_layer``.
+        weights: from the Hub bring the tensors, too.
+
+    Raises:
+        MxdError: there is none, or the Hub cannot be reached.
+    """
+    reference = hub.reference_of(path, revision)
+    if reference is None:
+        return layers_in(Path(path), pattern, str(path))
+    access = (token, cache_dir, local_files_only)
+    folder = hub.download(reference, ("config.json", "*/config.json"), *access)
+    found = layers_in(folder, pattern, str(reference))
+    for layer in found:
+        if layer != folder and not hub.is_name(layer.name):
+            raise MxdError(
+                f"{reference} holds a layer in a folder called {layer.name!r}; a name is made of letters, digits, '.', "
+                "'_', '+', '=' and '-' and begins with one of the first two. Choose the others with a pattern, or ask "
+                "the author to rename it."
+            )
+    for layer in found:
+        read_config(layer)
+    if weights:
+        places = ["" if layer == folder else f"{escape(layer.name)}/" for layer in found]
+        files = [f"{place}{file}" for place in places for file in LAYER_FILES]
+        hub.download(hub.cached_reference(folder) or reference, [*files, *SET_FILES], *access)
+    return found
+
+
+def layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
+    """Return the layer folders in a folder on this machine: itself, or those directly inside.
+
+    Args:
+        folder: where to look.
+        pattern: of a set only the folders whose names match.
+        shown: what messages call the folder.
+
+    Raises:
+        MxdError: there is none.
+    """
+    try:
+        return _matching(folder, pattern, shown)
+    except OSError as error:
+        raise MxdError(f"cannot read {shown!r}: {error.strerror}.") from error
+
+
+def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
+    if (folder / "config.json").is_file():
+        if pattern != "*":
+            raise MxdError(f"{shown!r} is one layer, from which pattern {pattern!r} cannot choose; leave it out.")
+        return [folder]
+    children = folder.iterdir() if folder.is_dir() else ()  # dot folders: what a killed save left behind
+    layers = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
+    if not layers:
+        raise MxdError(
+            f"no checkpoint at {shown!r}: expected a folder with config.json and model.safetensors, a run's folder "
+            "that holds some, or a Hub reference org/name[/subfolder][@revision] to either."
+        )
+    found = [layer for layer in layers if fnmatchcase(layer.name, pattern)]
+    if not found:
+        names = ", ".join(layer.name for layer in layers)
+        raise MxdError(f"no layer at {shown!r} matches {pattern!r}; there are: {names}.")
+    return found
+
+
+def layer_name(folder: Path) -> str:
+    """Return a layer's name: its folder's, or its repository's where that is one layer."""
+    reference = hub.cached_reference(folder)
+    return reference.name if reference else folder.resolve().name
+
+
+def is_replaceable(folder: Path) -> bool:
+    """Whether saving may replace a folder: it is empty, or holds a layer."""
+    if not folder.is_dir():
+        return False
+    try:
+        return not any(folder.iterdir()) or bool(read_config(folder))
+    except MxdError:
+        return False

@@ -1,0 +1,51 @@
+"""What a layer replaces and how it was trained."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Provenance(BaseModel):
+    """What a layer replaces and how it was trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: str
+    """Base model: Hub id, path or bundled name."""
+    revision: str | None
+    """The base model's commit, where known."""
+    layer: int
+    """Block number, from 0."""
+    fingerprint: str
+    """Hash of the replaced MLP's weights (``FrozenModel.fingerprint``)."""
+    base_fingerprint: str = ""
+    """Hash of the whole base model (``FrozenModel.base_fingerprint``); "" where it was not recorded."""
+    site: str = "mlp"
+    """The module whose input and output were matched."""
+    input_convention: str = "input of the mlp module: after the layer norm with its affine part; nothing folded"
+    """Which tensor the layer reads."""
+    model_dtype: str = "float32"
+    """Dtype the base model ran in."""
+    masked_ids: tuple[int, ...] = ()
+    """Tokens left out in training; the base MLP answers there when spliced."""
+    data: dict[str, Any] = {}
+    """The training text: source, split, column, context, BOS."""
+    text_hash: str = ""
+    """Hash of the text's token ids, of a stream up to where training ended; of a mixed cache, of its shards."""
+    training: dict[str, Any] = {}
+    """The recipe: steps, learning rate, warm-up, batch."""
+    tokens: int = 0
+    """Token activations trained on."""
+    seed: int = 0
+    """Seed of the run."""
+    config_hash: str = ""
+    """Hash of the run's whole config but its name and place."""
+    versions: dict[str, str] = {}
+    """Versions of mxd, torch, transformers, safetensors."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages a result depends on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("mxd", "torch", "transformers", "safetensors")}

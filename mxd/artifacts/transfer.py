@@ -1,0 +1,167 @@
+"""Push layers to the Hugging Face Hub, and pull them from there."""
+
+import shutil
+from collections.abc import Collection
+from filecmp import cmp
+from pathlib import Path
+
+from mxd.artifacts import hub
+from mxd.artifacts.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, layers_in, load_strictly
+from mxd.artifacts.hub import HubReference
+from mxd.common.errors import MxdError
+from mxd.common.files import atomic_file, atomic_folder
+
+
+def push(
+    path: str | Path,
+    repo: str,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | bool | None = None,
+    license: str | None = None,
+    message: str | None = None,
+) -> hub.Pushed:
+    """Push a layer, or a run's folder as a set, to a model repository on the Hub, with cards written for it.
+
+    Only ``LAYER_FILES`` and ``SET_FILES`` are sent. Files of the repository that are not here stay as they are.
+
+    Args:
+        path: a layer's folder or a run's folder.
+        repo: ``org/name``; made where it is not there yet.
+        private: make the repository private; an error where it is there and public.
+        revision: branch to push to, made where it is not there yet.
+        create_pr: open a pull request instead.
+        token: as in ``load_layer``.
+        license: the Hub's name of a license; by default what the card there states, else unknown.
+        message: the commit's message.
+
+    Raises:
+        MxdError: a damaged checkpoint, a name that cannot be one on the Hub, or the Hub refuses or cannot be reached.
+    """
+    if create_pr and revision is not None:
+        raise MxdError("a pull request goes to main; leave out --revision or --create-pr.")
+    folder = Path(path)
+    layers = layers_in(folder, "*", str(path))
+    single = layers == [folder]
+    places = {layer: "" if single else f"{HubReference.parse(f'{repo}/{layer.name}').name}/" for layer in layers}
+    files = {place + name: layer / name for layer, place in places.items() for name in LAYER_FILES}
+    files |= {} if single else {name: folder / name for name in SET_FILES}
+    files = {name: file for name, file in files.items() if file.is_file() and file.name != "README.md"}
+    links = [str(file) for file in files.values() if file.is_symlink() and hub.cached_reference(file.parent) is None]
+    if links:
+        raise MxdError(
+            f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
+        )
+    members = [_member(layer, places[layer]) for layer in layers]
+    remote = hub.prepare(repo, private, revision, token)
+    _check_same_kind(repo, single, remote.files)
+    license = license or license_of(remote.readme)
+
+    title = HubReference.parse(repo).name
+
+    def cards(pin: str | None) -> dict[str, str]:
+        found = {}
+        for member in members:
+            address = str(HubReference(repo, member.name, pin))
+            found[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
+        if not single:
+            found["README.md"] = set_card(members, str(HubReference(repo, "", pin)), license, title, FIGURE in files)
+        return found
+
+    what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"
+    return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
+
+
+def _member(folder: Path, place: str) -> Member:
+    """Load a layer strictly, so that nothing damaged is shared, and say what its card needs."""
+    layer, provenance = load_strictly(folder)
+    beside = [Evaluation.read(f / "evaluation.json") for f in (folder, folder.resolve().parent)]
+    name, called = place.rstrip("/"), layer_name(folder)
+    found = [Member(name, layer.config, provenance, e, called) for e in beside]
+    return next((member for member in found if member.result), found[0])
+
+
+def _check_same_kind(repo: str, single: bool, there: Collection[str]) -> None:
+    """Refuse to lay a layer over a set, or a set over a layer: only the layer would be found."""
+    holds_layer = "config.json" in there
+    holds_set = any(path.count("/") == 1 and path.endswith("/config.json") for path in there)
+    if (single and holds_set and not holds_layer) or (not single and holds_layer):
+        kind = "one layer" if holds_layer else "a set of layers"
+        raise MxdError(f"{repo} holds {kind}, so this {'layer' if single else 'set'} needs a repository of its own.")
+
+
+def pull(
+    reference: str,
+    folder: str | Path | None = None,
+    pattern: str = "*",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> list[Path]:
+    """Copy a layer, or a set whole or by pattern, from the Hub into a folder; each layer appears whole or not at all.
+
+    What is in the folder already is never changed: the same again is fine, anything else an error.
+
+    Args:
+        reference: ``org/name[/subfolder][@revision]``.
+        folder: where the layer goes, or the layers of a set; by default ``checkpoints/<name>``.
+        pattern: of a set only the folders whose names match.
+        revision: as in ``load_layer``.
+        token: as in ``load_layer``.
+        cache_dir: as in ``load_layer``.
+        local_files_only: as in ``load_layer``.
+
+    Returns:
+        The layers' folders.
+
+    Raises:
+        MxdError: as ``load_layer``; or the folder holds something else, or cannot be written.
+    """
+    wanted = hub.reference_of(reference, revision)
+    if wanted is None:
+        raise MxdError(f"{reference!r} is not on the Hub; expected org/name[/subfolder][@revision].")
+    found = find_layers(reference, pattern, revision, token, cache_dir, local_files_only)
+    for source in found:
+        load_strictly(source)
+    target = Path(folder) if folder is not None else Path("checkpoints", wanted.name)
+    at = hub.cached_reference(found[0])
+    single = at is not None and at.subfolder == wanted.subfolder
+    copies = {target if single else target / layer.name: layer for layer in found}
+    beside = {} if single else {target / name: found[0].parent / name for name in SET_FILES}
+    beside = {copy: source for copy, source in beside.items() if source.is_file()}
+    missing = {copy: source for copy, source in copies.items() if not _holds(copy, source)}
+    for copy, source in beside.items():
+        if copy.exists() and not cmp(source, copy, shallow=False):
+            raise _taken(copy)
+    for copy, source in missing.items():
+        with atomic_folder(copy) as partial:
+            for name in _layer_files(source):
+                shutil.copyfile(source / name, partial / name)
+    for copy, source in beside.items():
+        with atomic_file(copy) as partial:
+            shutil.copyfile(source, partial)
+    return list(copies)
+
+
+def _layer_files(folder: Path) -> list[str]:
+    return [name for name in LAYER_FILES if (folder / name).is_file()]
+
+
+def _holds(place: Path, source: Path) -> bool:
+    """Whether a folder holds this layer already.
+
+    Raises:
+        MxdError: it holds something else.
+    """
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return False
+    if any(not (place / n).is_file() or not cmp(source / n, place / n, shallow=False) for n in _layer_files(source)):
+        raise _taken(place)
+    return True
+
+
+def _taken(place: Path) -> MxdError:
+    return MxdError(f"{place} exists and holds something else; choose another folder, or move it away.")

@@ -1,0 +1,161 @@
+"""Files and folders that appear whole or not at all, and JSON in them."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from safetensors import SafetensorError
+
+from mxd.common.errors import MxdError
+from mxd.common.parsing import parse_json, read_text
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder that takes the target's place when the block ends well, and vanishes when it does not.
+
+    Whatever happens, a power cut included, a reader finds the target whole or not at all.
+
+    Raises:
+        MxdError: the disk is full or the place cannot be written.
+    """
+    partial = partial_name(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise MxdError(f"cannot write to {target.parent}: {error}.") from error
+    try:
+        with writing(target):
+            yield partial
+            for path in partial.rglob("*"):
+                settle(path)
+            publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Give a name for a new file that takes the target's place when the block ends well; as ``atomic_folder``.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    partial = partial_name(target)
+    with writing(target):
+        try:
+            yield partial
+            settle(partial)
+            partial.replace(target)
+            settle(target.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Give a name for a file at a place that a person chose; as ``atomic_file``, but what is no file stays what it is.
+
+    Folders above are made, links are followed, and a pipe or device is written to directly.
+
+    Raises:
+        MxdError: it cannot be written.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():
+        with writing(target):
+            yield target
+    else:
+        with atomic_file(target.resolve()) as file:
+            yield file
+
+
+def partial_name(target: Path) -> Path:
+    """Return a new name beside the target for what is not finished; ``clear_partials`` knows it."""
+    return target.with_name(f".{target.name}.{uuid4().hex[:8]}")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a file or folder has a name that ``partial_name`` gives."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) is not None
+
+
+def clear_partials(folder: Path) -> None:
+    """Remove the unfinished files and folders that killed saves left in a folder that nobody else is writing to."""
+    for path in filter(is_partial, folder.glob(".*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Say in one line why something could not be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise MxdError(
+            f"cannot write {target}: {error}. Free space or choose another folder; nothing was lost."
+        ) from error
+
+
+def settle(path: Path) -> None:
+    """Give a new file the mode that any new file has, and wait until it is on the disk; a folder likewise."""
+    if path.is_file():
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors files are otherwise their owner's alone
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system syncs folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a finished folder, whose files are settled, its name; what had it before goes when that is done.
+
+    Raises:
+        OSError: it could not; the target is as it was.
+    """
+    settle(partial)
+    before = partial_name(target) if target.is_dir() else None
+    if before is not None:
+        target.rename(before)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if before is not None:
+            before.rename(target)
+        raise
+    settle(target.parent)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON that a person can read."""
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        MxdError: the file is not JSON.
+    """
+    try:
+        return parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise MxdError(f"cannot read {path}: {error}") from error
