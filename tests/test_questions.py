@@ -5,7 +5,8 @@ from importlib import import_module
 
 import pytest
 
-from mxd import cli
+from mxd.cli import evaluate as commands
+from mxd.cli import shared
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Section, checked
@@ -46,7 +47,7 @@ def defaults(function):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_the_defaults_of_its_questions_config(command):
-    found = defaults(getattr(cli, command))
+    found = defaults(getattr(commands, command))
     for config in COMMANDS[command]:
         for name in set(type(config).model_fields) - NO_OPTION:
             given = found[NAMES.get(name, name)]
@@ -56,10 +57,10 @@ def test_a_command_has_the_defaults_of_its_questions_config(command):
 
 
 def test_what_a_command_takes_in_another_form_says_the_same():
-    words = " ".join(inspect.getdoc(cli.mask).split())
+    words = " ".join(inspect.getdoc(commands.mask).split())
     assert f"by default {DEFAULTS.masking.limit}, or below and above the mean score, {PURGING.limit};" in words
-    assert cli._numbers("", defaults(cli.mask)["thresholds"], float) == list(PURGING.thresholds)
-    assert cli._ranges("", defaults(cli.steer)["units"]) == list(range(DEFAULTS.steering.first))
+    assert shared.numbers("", defaults(commands.mask)["thresholds"], float) == list(PURGING.thresholds)
+    assert shared.ranges("", defaults(commands.steer)["units"]) == list(range(DEFAULTS.steering.first))
     assert DEFAULTS.probing.side is None and DEFAULTS.masking.seed == PURGING.seed
     assert DEFAULTS.masking.text_column == PURGING.text_column
 

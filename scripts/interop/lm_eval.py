@@ -79,9 +79,9 @@ def peer(work: Path) -> None:
     write_tasks(work / "tasks")
     write_layer(work / "run" / "layer0")
     names = ["--lm-eval", "tiny_choice,tiny_perplexity", "--lm-eval-limit", LIMIT, "--lm-eval-include", "tasks"]
-    run(work, "mxd.cli", "evaluate", "run/layer0", *names, "--tokens", "512", "--device", "cpu", "--out", "ours.json")
+    run(work, "mxd", "evaluate", "run/layer0", *names, "--tokens", "512", "--device", "cpu", "--out", "ours.json")
     ours = json.loads((work / "ours.json").read_text())["lm_eval"]
-    run(work, "mxd.cli", "export-model", "tiny-gpt2", "run/layer0", "exported")
+    run(work, "mxd", "export-model", "tiny-gpt2", "run/layer0", "exported")
     compare(work, "base", harness(work, bundled_path("tiny-gpt2")), ours["base"])
     (spliced,) = ours["spliced"].values()
     compare(work, "exported", harness(work, work / "exported"), spliced)

@@ -1,0 +1,44 @@
+"""The entry of the command line: a user's mistake ends in one message here."""
+
+import io
+import os
+import sys
+
+from mxd.cli import evaluate, share, train  # noqa: F401  the commands, for ``app``
+from mxd.cli.shared import app, rank
+
+
+def _end_bars() -> None:
+    """End the bars that a failed transfer leaves in the middle of a line, so that the message has a line of its own."""
+    bars = sys.modules.get("huggingface_hub.utils.tqdm")
+    for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():  # tqdm has no public list of them
+        bar.close()
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback."""
+    from mxd.common import errors
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["cache"]):
+            raise errors.SharedError("only `mxd train` and `mxd cache` run in many processes; start this one in one.")
+        app(sys.argv[1:])
+    except errors.MxdError as error:
+        _end_bars()
+        if not (error.shared and rank()):
+            sys.stderr.write(f"mxd: {error}\n")
+        if isinstance(error, errors.LostError):  # a thread may wait inside of torch still, where Python's end aborts
+            sys.stderr.flush()
+            os._exit(error.exit_code)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _end_bars()
+        sys.stderr.write("mxd: interrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except OSError as error:  # a full disk, a lost mount: what is on disk stays as it was
+        sys.stderr.write(f"mxd: {errors.printable(errors.redact(str(error)))}\n")
+        sys.exit(1)

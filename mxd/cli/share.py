@@ -1,0 +1,153 @@
+"""Commands for layers and models that come and go: info, push, pull, convert, export-model."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from mxd.cli.shared import HELD_OUT, HeldOut, app, say
+from mxd.common.errors import MxdError, typed
+
+
+@app.command
+def convert(
+    *sources_and_out: str,
+    from_: Annotated[str | None, Parameter("--from")] = None,
+    to: str | None = None,
+    layer: int | None = None,
+    reads: Literal["mlp_in", "normalized"] | None = None,
+    jumprelu: Annotated[bool, Parameter(negative="")] = False,
+    tokens: int = 32_768,
+    on: HeldOut = HELD_OUT,
+) -> None:
+    """Convert other tools' transcoders to checkpoints, SOURCE OUT --from TOOL, or back, CHECKPOINT... OUT --to TOOL.
+
+    Both: sparsify, saelens, circuit-tracer. From: gemma-scope, reference (the papers' .pt files). See docs/formats.md.
+
+    Args:
+        sources_and_out: their file or folder, or checkpoints as for evaluate; last the folder to write.
+        from_: the tool whose files to read. The base model is what they name, or --model.
+        to: the tool whose files to write.
+        layer: block they replace, where their files do not say; of several, the one to convert.
+        reads: where their files leave it open: mlp_in, or normalized (before the affine part of the layer norm).
+        jumprelu: write JumpReLU thresholds, fitted on held-out text, also where the tool has TopK.
+        tokens: held-out tokens for thresholds and for measuring what is lost.
+        on: the text and the base model.
+    """
+    *sources, out = sources_and_out or [""]
+    if not sources or (from_ is None) == (to is None):
+        raise MxdError(
+            "give what to convert, a folder to write, and a tool: mxd convert SOURCE OUT --from (or --to) TOOL"
+        )
+    from mxd.share.formats import export_layers, import_layers
+
+    if from_ is not None:
+        if len(sources) > 1:
+            raise MxdError(f"--from reads one file or folder, got {len(sources)}.")
+        found = import_layers(sources[0], out, from_, on.model, layer, reads, on.device)
+    else:
+        subject = on.open("convert", sources)
+        found = export_layers(subject.trained, subject.base, subject.blocks, out, to or "", jumprelu, tokens)
+    for item in found:
+        say("\n  ".join([f"{item.source} -> {item.path}", *item.notes, *([item.loss.line] if item.loss else [])]))
+
+
+@app.command
+def export_model(model: str, /, *checkpoints_and_out: str) -> None:
+    """Write a model with trained layers spliced in as a normal transformers repository: MODEL CHECKPOINT... OUT.
+
+    AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True) loads it where mxd is not installed.
+
+    Args:
+        model: the base model: a bundled name, a Hub id, a folder or a .gguf file.
+        checkpoints_and_out: layer folders, run folders or Hub references, one layer for each block; last the folder to
+            write, which is new, empty or an earlier export.
+    """
+    *checkpoints, out = checkpoints_and_out or [""]
+    if not checkpoints:
+        raise MxdError("give a model, checkpoints and a folder to write: mxd export-model MODEL CHECKPOINT... OUT")
+    from mxd.share.export import export_checkpoints
+
+    export_checkpoints(model, checkpoints, out)
+    say(f"done: {out}\nnext: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
+
+
+@app.command
+def info(checkpoint: str) -> None:
+    """Print a checkpoint's config, parameters and provenance, as JSON.
+
+    Args:
+        checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
+    """
+    from mxd.artifacts.folders import find_layers, read_config
+    from mxd.artifacts.hub import cached_reference
+    from mxd.layers import parse_layer
+
+    described: dict[str, Any] = {}
+    for path in find_layers(checkpoint, weights=False):
+        config = read_config(path)
+        described[str(cached_reference(path) or path)] = {
+            "parameters": parse_layer(config.get("layer")).num_params,
+            **config,
+        }
+    say(json.dumps(described, indent=2))
+
+
+@app.command
+def push(
+    checkpoint: Path,
+    repo: str,
+    private: Annotated[bool, Parameter(negative="")] = False,
+    revision: str | None = None,
+    create_pr: Annotated[bool, Parameter(negative="")] = False,
+    license: str | None = None,
+    message: str | None = None,
+) -> None:
+    """Push a layer, or a run's layers as a set, to the Hugging Face Hub, with a model card written for it.
+
+    Log in first: `hf auth login`, or set HF_TOKEN. An interrupted push is run again as it was.
+
+    Args:
+        checkpoint: a layer folder, or a run folder (every layer in it, its evaluation.json and a figure).
+        repo: org/name; made where it is not there yet.
+        private: make the repository private.
+        revision: branch to push to, made where it is not there yet.
+        create_pr: open a pull request instead.
+        license: license of the layers, by the Hub's name (apache-2.0, mit, ...).
+        message: commit message.
+    """
+    from mxd.artifacts.transfer import push as send
+
+    _draw(checkpoint)
+    done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
+    say(f"pushed: {done.url}\nrevision: {done.revision}\nnext: mxd info {typed(f'{repo}@{done.revision}')}")
+
+
+@app.command
+def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> None:
+    """Copy a layer, or a set of layers, from the Hugging Face Hub into a folder; what is there already stays.
+
+    Args:
+        reference: org/name[/subfolder][@revision].
+        folder: where the layer goes, or the layers of a set; by default checkpoints/NAME.
+        pattern: of a set only the layers whose names match, for example '*-k32'.
+    """
+    from mxd.artifacts.transfer import pull as fetch
+
+    places = fetch(reference, folder, pattern)
+    for place in places:
+        say(f"pulled: {place}")
+    say(f"next: mxd evaluate {typed(*places)}")
+
+
+def _draw(folder: Path) -> None:
+    """Draw the figure of an evaluated run, where it is missing or older than the numbers."""
+    from mxd.artifacts.card import Evaluation
+    from mxd.common.files import read_json
+    from mxd.report.figures import frontier
+
+    numbers, figure = folder / "evaluation.json", folder / "frontier.png"
+    is_set = Evaluation.read(numbers) is not None and not (folder / "config.json").exists()
+    if is_set and (not figure.exists() or figure.stat().st_mtime < numbers.stat().st_mtime):
+        frontier(read_json(numbers), figure)

@@ -1,0 +1,125 @@
+"""What the commands share: the app, the text and model that evaluations run on, what is printed and written."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cyclopts import App, Parameter
+
+from mxd import __version__
+from mxd.common.errors import MxdError, printable
+
+if TYPE_CHECKING:
+    from mxd.evaluation.checkpoints import Subject
+
+N = TypeVar("N")
+
+MOST_UNITS = 100_000
+"""Units that can be named at a time."""
+
+app = App(
+    name="mxd",
+    version=__version__,
+    help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
+    suppress_keyboard_interrupt=False,  # ``main`` says that it was one
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HeldOut:
+    """The text an evaluation reads and the base model it runs."""
+
+    source: str | None = None
+    """text to read; by default that of training"""
+    split: str | None = None
+    """split of it; by default validation"""
+    column: str | None = None
+    """field that holds the text"""
+    context: int | None = None
+    """tokens in a context"""
+    model: str | None = None
+    """base model in place of the one named in the checkpoints"""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda"""
+
+    def open(self, command: str, checkpoints: Sequence[str]) -> "Subject":
+        """Load the checkpoints a command was given.
+
+        Raises:
+            MxdError: none was given, or as ``open_checkpoints``.
+        """
+        if not checkpoints:
+            raise MxdError(f"give at least one checkpoint: mxd {command} checkpoints/RUN")
+        from mxd.evaluation.checkpoints import open_checkpoints
+
+        given = {k: v for k, v in asdict(self).items() if k not in ("model", "device") and v is not None}
+        return open_checkpoints(checkpoints, given, self.model, self.device)
+
+
+HELD_OUT = HeldOut()
+
+
+def show_faithfulness(found: dict[str, Any]) -> None:
+    """Print the tables of an evaluation."""
+    from mxd.common.progress import PlainConsole
+    from mxd.report.tables import tasks_table, terminal_tables
+
+    show(*terminal_tables(found, PlainConsole().width))
+    if "lm_eval" in found:
+        show(tasks_table(found["lm_eval"]))
+
+
+def save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
+    """Write results to ``out``, by default into the first checkpoint's folder; for a Hub reference here."""
+    from mxd.artifacts.hub import reference_of
+    from mxd.evaluation.checkpoints import save_results
+
+    reference = reference_of(checkpoints[0])
+    place = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")
+    say(f"numbers: {save_results(found, out or place)}")
+
+
+def show(*lines: Any) -> None:
+    """Print texts and tables with rich, as wide as the terminal."""
+    from mxd.common.progress import PlainConsole
+
+    console = PlainConsole()
+    for line in lines:
+        console.print(line)
+
+
+def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
+    """Return the numbers of a list such as 3,17."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError as error:
+        raise MxdError(f"{option} is {text!r}; expected numbers divided by commas.") from error
+
+
+def ranges(option: str, text: str) -> list[int]:
+    """Return the numbers of a list such as 3,17,40-49."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
+            raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
+        given = range(int(first), int(last or first) + 1)
+        if len(numbers) + len(given) > MOST_UNITS:
+            raise MxdError(f"{option} is {text!r}; expected {MOST_UNITS:,} numbers at most.")
+        numbers += given
+    return numbers
+
+
+def say(text: str) -> None:
+    """Print a text; in a launch of many processes the first one does."""
+    if not rank():
+        sys.stdout.write(printable(text) + "\n")
+
+
+def rank() -> int:
+    """Return this process's number in its launch; 0 speaks for all."""
+    return int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0

@@ -1,0 +1,164 @@
+"""Commands that train: train, cache, plan, fields, demo."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from mxd.cli.shared import app, say, show, show_faithfulness
+from mxd.common.errors import MxdError, printable, typed
+
+DEMO_TOKENS = 32_768
+"""Held-out tokens the demo measures on."""
+
+
+@app.command
+def train(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    resume: bool = False,
+    groups: int | None = None,
+    shard: Annotated[bool, Parameter(negative="")] = False,
+    deterministic: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Train every replacement of a run, from one stream of activations.
+
+    Any field of the config can be set: --training.tokens 1000000, --layers [3,5], --replacements.0.sparsity.k [8,32].
+    `mxd fields` lists them. On eight GPUs: torchrun --nproc-per-node 8 -m mxd train CONFIG (docs/scaling.md).
+
+    Args:
+        config: YAML file; see configs/.
+        overrides: fields to set, by dotted name.
+        resume: continue an interrupted run exactly where it stopped, on as many processes as there are now; refused
+            where config, text or base model have changed.
+        groups: of many processes, how many groups train replacements of their own; the processes of one group divide
+            each batch. By default as many as can be.
+        shard: divide weights, gradients and moments among the processes of a group: for layers too large for one.
+        deterministic: the same as --training.deterministic true: on a GPU the same bits twice, more slowly.
+    """
+    from mxd.config import load_config
+    from mxd.training.trainer import train as run
+
+    overrides += ("--training.deterministic", "true") if deterministic else ()
+    folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
+    say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
+
+
+@app.command
+def cache(
+    config: Path,
+    folder: str,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    worker: str | None = None,
+) -> None:
+    """Write the activations a run trains on to disk once; `mxd train --data.cache FOLDER` then reads them.
+
+    What is there is verified; what is missing or damaged is written. Size: 4 bytes (2 with --dtype bfloat16) x
+    (d_in + d_out) x layers for each token.
+
+    Args:
+        config: YAML file of a run.
+        folder: where the cache goes: a folder, or a URL that fsspec knows, s3://bucket/folder.
+        overrides: fields to set, by dotted name.
+        dtype: what activations are rounded to; training reads them as float32.
+        worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
+    """
+    from mxd.config import load_config
+    from mxd.training.source import cache_activations
+
+    cache_activations(load_config(config, overrides), folder, dtype=dtype, worker=_worker(worker))
+    say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
+
+
+@app.command
+def plan(
+    config: Path,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    processes: int = 1,
+    groups: int | None = None,
+    shard: Annotated[bool, Parameter(negative="")] = False,
+    network: float | None = None,
+    tokens_per_second: float | None = None,
+    json: Path | None = None,
+) -> None:
+    """Say what a run needs before anything is loaded: parameters, memory and disk by part, FLOPs, the expected time.
+
+    Args:
+        config: YAML file of a run.
+        overrides: fields to set, by dotted name.
+        processes: as if so many were launched.
+        groups: as for train.
+        shard: as for train.
+        network: gigabytes a second between processes; without it their exchanges take no time.
+        tokens_per_second: what one process was measured to train on this config, in place of this machine's speeds.
+        json: file for all numbers.
+    """
+    from mxd.common.files import write_json
+    from mxd.config import load_config
+    from mxd.planning.memory import check_memory, plan_run
+    from mxd.planning.time import expected
+    from mxd.report.plan import plan_numbers, plan_tables
+
+    run = load_config(config, overrides)
+    found = plan_run(run, world=processes, groups=groups, shard=shard)
+    speeds, times = expected(run, found, network, tokens_per_second)
+    about = found, speeds, times, run.training.batch_tokens, run.training.steps
+    show(*plan_tables(*about))
+    if json is not None:
+        write_json(json, plan_numbers(*about))
+    check_memory(run, found)
+    say("it fits")
+
+
+@app.command
+def fields() -> None:
+    """List every field of a run's config, with its meaning and default."""
+    from mxd.config import fields_help
+
+    say(fields_help())
+
+
+@app.command
+def demo(out: str = "checkpoints", run: str = "demo") -> None:
+    """Train MxD, TC, STC and CP-muMoE at two K on a bundled language model, splice them in, and measure.
+
+    Args:
+        out: folder that holds runs.
+        run: name of the run; an earlier demo of that name is replaced, an interrupted one continued.
+    """
+    import shutil
+
+    from mxd.common.files import atomic_file
+    from mxd.config import dump_config, load_config
+    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    from mxd.model import bundled_path
+    from mxd.report.figures import frontier
+    from mxd.report.tables import markdown_tables
+    from mxd.training.trainer import train as run_training
+
+    config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
+    marker = config.folder / "evaluation.json"
+    earlier = config.folder / "config.yaml"
+    is_demo = earlier.exists() and earlier.read_text("utf-8", "replace") == dump_config(config)
+    interrupted = is_demo and not marker.exists()
+    if is_demo and not interrupted:
+        shutil.rmtree(config.folder)
+    folder = run_training(config, resume=interrupted)
+    found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
+    with atomic_file(folder / "table.md") as file:
+        file.write_text(printable(markdown_tables(found)), encoding="utf-8")
+    figure = frontier(found, folder / "frontier.png")
+    save_results(found, marker)
+    show_faithfulness(found)
+    say(f"numbers: {marker}\ntable:   {folder / 'table.md'}\nfigure:  {figure}")
+
+
+def _worker(text: str | None) -> tuple[int, int] | None:
+    """Parse 2/4 as (1, 4)."""
+    if text is None:
+        return None
+    number, _, workers = text.partition("/")
+    if not (number.isdecimal() and workers.isdecimal() and 1 <= int(number) <= int(workers)):
+        raise MxdError(f"--worker takes one of 1/4, 2/4, 3/4, 4/4 (of four), got {text!r}.")
+    return int(number) - 1, int(workers)
