@@ -151,7 +151,7 @@ class SplicedMLP(nn.Module):
         if self.off is None or not isinstance(self.layer, ReplacementLayer):
             return self.layer(x)
         code = self.layer.encode(x)
-        return self.layer.decode(x, code._replace(values=code.values.masked_fill(self.off[code.indices], 0)))
+        return self.layer.decode(x, code.without(self.off))
 
 
 def _splice(

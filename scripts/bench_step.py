@@ -62,7 +62,7 @@ def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        pre = F.relu(F.linear(x, *layer.gate_parameters()))
+        pre = F.relu(layer.pre_activations(x))
         values, indices = pre.topk(config.sparsity.max_k or 0, dim=-1)
         code = torch.zeros_like(pre).scatter_(-1, indices, values)
         loss = ((dense_output(layer, x, code) - y).pow(2).mean(-1) / y.norm(dim=-1)).mean()

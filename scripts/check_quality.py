@@ -44,12 +44,12 @@ PATHS = ("plain", "float32", "bfloat16")
 def plain_operations() -> Iterator[None]:
     """Dense codes and dense products in place of the sparse operations."""
 
-    def topk_linear(x: Any, weight: Any, bias: Any, k: int, proposals: Any) -> Any:
+    def topk_linear(x: Any, weight: Any, bias: Any, k: int, proposals: Any, selection: Any) -> Any:
         return reference.topk_linear(x, weight, bias, k)
 
     with (
-        mock.patch("mxd.layers.sparsity.topk_linear", topk_linear),
-        mock.patch("mxd.layers.base.sparse_decode", reference.sparse_decode),
+        mock.patch("mxd.layers.gates.topk_linear", topk_linear),
+        mock.patch("mxd.layers.base.sparse_decode", lambda *inputs: reference.sparse_decode(*inputs[:3])),
     ):
         yield
 

@@ -14,7 +14,7 @@ over that of ``y^``. The parts covary, so shares need not add up to 1. For an Mx
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.evaluation.structure import CodeMoments, weight_ranks
@@ -77,7 +77,7 @@ class Account:
         layer, bias = self.layer, self.layer.bias
         kept = ~layer.at_bos(x)
         x, y, prediction = x[kept], y[kept], prediction[kept]
-        code = code._replace(values=code.values[kept], indices=code.indices[kept])
+        code = code.at(kept)
         mean_code = self.moments.mean_code(x)
         mean_hidden = torch.as_tensor(self.hidden) / max(self.moments.tokens, 1)
         mean_gate = layer.decode(x, mean_code)
@@ -129,8 +129,7 @@ def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens
 
 def only(code: Code, unit: int) -> Code:
     """Return the code with all units but one switched off."""
-    indices: Int[Tensor, "tokens k"] = code.indices
-    return code._replace(values=code.values * (indices == unit))
+    return code.with_values(code.values * (code.indices == unit))
 
 
 def nothing(code: Code) -> Code:

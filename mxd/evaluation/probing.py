@@ -29,6 +29,7 @@ from mxd.data.text import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS
+from mxd.layers.gates import Gate
 from mxd.model import FrozenModel
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
@@ -45,27 +46,39 @@ SAEBENCH_K = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Units:
-    """The pooled pre-activations of all units, computed for those asked for.
+    """The pooled pre-activations of all units, computed for those asked for; of several heads each by itself.
 
-    Pre-activations are affine in a layer's input (``ReplacementLayer.gate_parameters``), so the mean over tokens is
+    Pre-activations are affine in a layer's input (``ReplacementLayer.gates``), so the mean over tokens is
     taken of the input: one vector a text, whatever the number of units.
     """
 
     pooled: Float[Tensor, "texts width"]
-    weight: Float[Tensor, "units width"] | None = None
-    bias: Float[Tensor, " units"] | None = None
+    gates: Gate | None = None
+    """What makes the units' pre-activations of it; ``None`` where they are its own entries, an MLP's neurons."""
 
     def differences(self, first: Bool[np.ndarray, " texts"], second: Bool[np.ndarray, " texts"]) -> Tensor:
-        """Return for each unit its mean over some texts minus its mean over others."""
+        """Return for each unit (head by head) its mean over some texts minus its mean over others."""
         one, other = (self.pooled[torch.from_numpy(rows)].double().mean(0) for rows in (first, second))
         gap = (one - other).float()
-        return gap if self.weight is None else self.weight @ gap
+        if self.gates is None:
+            return gap
+        return torch.cat([self.gates.project(gap, head) for head in range(self.gates.heads)])
 
     def columns(self, units: Tensor) -> Float[np.ndarray, "texts chosen"]:
-        """Return the pooled pre-activations of some units."""
-        if self.weight is None or self.bias is None:
+        """Return the pooled pre-activations of some units, numbered as ``differences`` lists them."""
+        if self.gates is None:
             return self.pooled[:, units].double().cpu().numpy()
-        return F.linear(self.pooled, self.weight[units], self.bias[units]).double().cpu().numpy()
+        heads, numbers = units // self.gates.units, units % self.gates.units
+        columns = self.pooled.new_empty(len(self.pooled), len(units))
+        for head in heads.unique().tolist():
+            columns[:, heads == head] = F.linear(self.pooled, *self.gates.rows(numbers[heads == head], head))
+        return columns.double().cpu().numpy()
+
+    def named(self, unit: int) -> dict[str, int]:
+        """Return what results call a unit of ``differences``: its number, and its head where there are several."""
+        if self.gates is None or self.gates.heads == 1:
+            return {"unit": unit}
+        return {"unit": unit % self.gates.units, "head": unit // self.gates.units}
 
 
 @dataclass(frozen=True)
@@ -198,8 +211,8 @@ def probe_class(
     best, honest = int(held_out.argmax()), int(training.argmax())
     return {
         "f1": float(held_out[best]),
-        "unit": int(chosen[best]),
-        "train_choice": {"unit": int(chosen[honest]), "f1": float(held_out[honest])},
+        **units.named(int(chosen[best])),
+        "train_choice": {**units.named(int(chosen[honest])), "f1": float(held_out[honest])},
         "f1_always": f1(positive[~train], np.ones(int((~train).sum()), dtype=bool)),
         "n_test": int((~train).sum()),
         "n_positive": int((positive & ~train).sum()),
@@ -305,8 +318,7 @@ def _density(values: np.ndarray, positive: np.ndarray) -> dict[str, list[float]]
 def _units(trained: Trained | None, pooled: Float[Tensor, "texts width"]) -> Units:
     if trained is None:
         return Units(pooled)
-    weight, bias = (parameter.detach().float() for parameter in trained.layer.gate_parameters())
-    return Units(pooled.to(weight.device), weight, bias)
+    return Units(pooled.to(trained.layer.bias.device), trained.layer.gates)
 
 
 def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[LabelledTexts]) -> None:

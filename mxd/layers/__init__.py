@@ -8,11 +8,13 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from mxd.common.errors import MxdError, unknown
-from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer, Start
+from mxd.layers.base import MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer, Start
+from mxd.layers.code import Code, PairCode
+from mxd.layers.gates import Gate
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
-from mxd.layers.sizing import match_units, size
+from mxd.layers.sizing import size
 from mxd.layers.transcoder import TranscoderConfig
 
 LAYERS: dict[str, type[ReplacementConfig]] = {
@@ -44,12 +46,13 @@ __all__ = [
     "LAYERS",
     "AnyReplacement",
     "Code",
+    "Gate",
     "MLPShape",
     "MLPWeights",
+    "PairCode",
     "ReplacementConfig",
     "ReplacementLayer",
     "Start",
-    "match_units",
     "parse_layer",
     "size",
 ]

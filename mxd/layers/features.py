@@ -3,7 +3,9 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Code, ReplacementConfig, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import ReplacementConfig, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.code import Code
+from mxd.layers.gates import LinearGate
 
 
 class FeatureLayer(ReplacementLayer):
@@ -17,9 +19,10 @@ class FeatureLayer(ReplacementLayer):
         self.encoder_bias = zeros(n)
         self.decoder = zeros(n, o)
 
-    def gate_parameters(self) -> tuple[Float[Tensor, "units d_in"], Float[Tensor, " units"]]:
-        """Return ``E`` and ``b_E``."""
-        return self.encoder, self.encoder_bias
+    @property
+    def gates(self) -> LinearGate:
+        """``x @ encoder.T + encoder_bias``: one row for each feature."""
+        return LinearGate(self.encoder, self.encoder_bias)
 
     def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``d_n``, the same for every input."""

@@ -11,9 +11,11 @@ from jaxtyping import Float
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mxd.layers.base import Code, MLPShape, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import MLPShape, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.code import Code
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.sizing import match_units, transcoder_params
+from mxd.layers.gates import LinearGate
+from mxd.layers.sizing import transcoder_params
 
 
 class CPMuMoEConfig(EncodedConfig):
@@ -48,7 +50,7 @@ class CPMuMoEConfig(EncodedConfig):
 
     def paper_units(self, width: int) -> int:
         """Return N that matches the true parameters of the transcoder; the paper states no convention of its own."""
-        return match_units(self, transcoder_params(self.d_in or 0, self.d_out or 0, width))
+        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
 
     def _make(self) -> "CPMuMoE":
         return CPMuMoE(self)
@@ -70,9 +72,10 @@ class CPMuMoE(ReplacementLayer):
         self.input_factor = linear_init(h, r, fan_in=h)
         self.output_factor = zeros(r, o)
 
-    def gate_parameters(self) -> tuple[Float[Tensor, "units d_in"], Float[Tensor, " units"]]:
-        """Return the gate's weight and bias."""
-        return self.gate, self.gate_bias
+    @property
+    def gates(self) -> LinearGate:
+        """``x @ gate.T + gate_bias``: one row for each expert."""
+        return LinearGate(self.gate, self.gate_bias)
 
     def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = ((z D') * c'_n) W``."""

@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Code, MLPShape, MLPWeights, ReplacementLayer, Start, code_product, linear_init, zeros
+from mxd.layers.base import MLPShape, MLPWeights, ReplacementLayer, Start, code_product, linear_init, zeros
+from mxd.layers.code import Code
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
+from mxd.layers.gates import LinearGate
 
 
 class MxDConfig(EncodedConfig):
@@ -71,9 +73,10 @@ class MxD(ReplacementLayer):
         self.expert_scale = linear_init(n, o, fan_in=n)  # C; nn.Linear(n, o) draws with fan-in n
         self.decoder = zeros(h, o)
 
-    def gate_parameters(self) -> tuple[Float[Tensor, "units d_in"], Float[Tensor, " units"]]:
-        """Return ``G`` and ``b_G``."""
-        return self.gate, self.gate_bias
+    @property
+    def gates(self) -> LinearGate:
+        """``x @ gate.T + gate_bias``: one row for each expert."""
+        return LinearGate(self.gate, self.gate_bias)
 
     def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor
 
-from mxd.layers.base import Code, MLPShape, ReplacementConfig
+from mxd.layers.base import MLPShape, ReplacementConfig
+from mxd.layers.code import Code
 from mxd.layers.features import FeatureLayer
 from mxd.layers.sizing import transcoder_params
 

@@ -14,25 +14,6 @@ def transcoder_params(d_in: int, d_out: int, width: int) -> int:
     return width * (d_in + 1) + width * d_out + d_out
 
 
-def match_units(config: ReplacementConfig, budget: int) -> int:
-    """Return the number of units whose true parameter count is nearest to ``budget``; a stored constant comes on top.
-
-    Every method's count is affine in its units, so two evaluations determine it.
-
-    Raises:
-        MxdError: what the units share (encoder, decoder, skip) alone exceeds the budget.
-    """
-    one, two = (config.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
-    per_unit = two - one
-    units = round((budget - one) / per_unit) + 1
-    if units < 1:
-        raise MxdError(
-            f"{config.label}: a budget of {budget:,} parameters does not pay for the part its units share "
-            f"({one - per_unit:,}); raise sizing.expansion."
-        )
-    return units
-
-
 def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     """Return the config with its number of units set, unless it states one.
 
@@ -57,8 +38,9 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
                 f"(N = {units:,}); raise sizing.expansion."
             )
     else:
-        units = match_units(config, transcoder_params(config.d_in or 0, config.d_out or 0, width))
+        config = config.sized(transcoder_params(config.d_in or 0, config.d_out or 0, width))
+        units = config.num_units or 0
     k = config.sparsity.max_k
     if k is not None and k > units:
         raise MxdError(f"{config.label}: k = {k} is more than its {units} units; lower k or raise sizing.expansion.")
-    return config.given(num_units=units)
+    return type(config).model_validate(config.model_dump() | {"num_units": units})

@@ -9,39 +9,44 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from mxd.ops import Proposals, topk_linear
+from mxd.layers.code import Code
+from mxd.layers.gates import Gate
+from mxd.ops import Proposals, Selection
 
-Choice = tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"], bool]
 Norms = Callable[[], Float[Tensor, " units"]]
 Weighting = Literal["none", "factor", "norm"]
 
 
 class Sparsity(nn.Module, ABC):
-    """Chooses units from a linear map of the input."""
+    """Chooses units from their pre-activations.
+
+    What a kind counts as it trains (running statistics, thresholds, draws) lives in buffers, which are saved with the
+    layer, and changes in training mode only.
+    """
 
     proposals: Proposals = "float32"
     """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
 
     @abstractmethod
-    def forward(
-        self,
-        x: Float[Tensor, "tokens d_in"],
-        weight: Float[Tensor, "units d_in"],
-        bias: Float[Tensor, " units"],
-    ) -> Choice:
-        """Return values, indices, and whether the indices are all units in order."""
+    def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
+        """Return the code of some tokens."""
 
     def begin(self, seed: int) -> None:
         """Take from a run's seed what is drawn in training; most kinds draw nothing."""
 
     @abstractmethod
-    def penalty(self, values: Float[Tensor, "*batch k"], unit_norms: Norms, factor_norms: Norms) -> Float[Tensor, ""]:
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Float[Tensor, ""]:
         """Return the term added to the training loss, given the layer's functions of these names."""
+
+    def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
+        """Return the code of the ``k`` largest positive pre-activations of each token."""
+        selection = Selection()
+        values, indices = gate.top(x, k, self.proposals if self.training else "float32", selection)
+        return Code(values, indices, selection=selection)
 
 
 class SparsityConfig(BaseModel, ABC):
@@ -173,13 +178,13 @@ class TopK(Sparsity):
         super().__init__()
         self.k = k
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+    def forward(self, x: Tensor, gate: Gate) -> Code:
         """Keep the K largest."""
-        return *topk_linear(x, weight, bias, self.k, self.proposals if self.training else "float32"), False
+        return self.top(x, gate, self.k)
 
-    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
-        return values.new_zeros(())
+        return code.zero()
 
 
 class RandomK(Sparsity):
@@ -201,17 +206,17 @@ class RandomK(Sparsity):
         """Begin at a place of the seed's own: 2^32 draws lie between two neighbouring seeds."""
         self.draws.fill_(seed % 2**31 << 32)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+    def forward(self, x: Tensor, gate: Gate) -> Code:
         """Keep the K^ largest, K^ drawn in training mode and equal to K in evaluation mode."""
         k = self.k
         if self.training:
             k = random.Random(int(self.draws)).randint(max(1, k - self.reach), k + self.reach)
             self.draws += 1
-        return *topk_linear(x, weight, bias, k, self.proposals if self.training else "float32"), False
+        return self.top(x, gate, k)
 
-    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
-        return values.new_zeros(())
+        return code.zero()
 
 
 class ReLUL1(Sparsity):
@@ -227,14 +232,14 @@ class ReLUL1(Sparsity):
         super().__init__()
         self.l1, self.weighting = l1, weighting
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+    def forward(self, x: Tensor, gate: Gate) -> Code:
         """Keep every positive pre-activation."""
-        return _every_unit(torch.relu(F.linear(x, weight, bias)))
+        return _every_unit(torch.relu(_one_head(gate, x)))
 
-    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Return the weighted L1 norm of the coefficients, averaged over tokens."""
         norms = {"none": None, "factor": factor_norms, "norm": unit_norms}[self.weighting]
-        rows = values.reshape(-1, values.shape[-1])
+        rows = code.values.reshape(-1, code.values.shape[-1])
         return self.l1 * (rows.sum(-1) if norms is None else rows @ norms()).mean()
 
 
@@ -250,16 +255,21 @@ class JumpReLU(Sparsity):
         super().__init__()
         self.register_buffer("threshold", torch.zeros(units))
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Choice:
+    def forward(self, x: Tensor, gate: Gate) -> Code:
         """Keep every pre-activation above its unit's threshold."""
-        positive = torch.relu(F.linear(x, weight, bias))
+        positive = torch.relu(_one_head(gate, x))
         return _every_unit(positive * (positive > self.threshold))
 
-    def penalty(self, values: Tensor, unit_norms: Norms, factor_norms: Norms) -> Tensor:
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
         """Nothing is added."""
-        return values.new_zeros(())
+        return code.zero()
 
 
-def _every_unit(values: Tensor) -> Choice:
-    """Return the choice that lists all units in order."""
-    return values, torch.arange(values.shape[-1], device=values.device).expand(values.shape), True
+def _one_head(gate: Gate, x: Tensor) -> Tensor:
+    """Return the pre-activations of a gate with a single head, all units in order."""
+    return gate.scores(x).squeeze(1)
+
+
+def _every_unit(values: Tensor) -> Code:
+    """Return the code that lists all units in order."""
+    return Code(values, torch.arange(values.shape[-1], device=values.device).expand(values.shape), all_units=True)

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mxd.layers.base import Code, MLPShape, ReplacementConfig, zeros
+from mxd.layers.base import MLPShape, ReplacementConfig, zeros
+from mxd.layers.code import Code
 from mxd.layers.features import FeatureLayer
 from mxd.layers.sizing import transcoder_params
 

@@ -21,8 +21,6 @@ Proposals = Literal["float32", "bfloat16"]
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 """Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
 
-_metered_as = "cpu"
-
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
@@ -41,9 +39,20 @@ LOST = 2.0**-61
 DEVICES = ("cpu", "cuda", "meta")
 """Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
 
-
 _SUM = 0  # the mode of embedding_bag
-_through_triton = False
+
+
+@dataclass
+class _Settings:
+    """All that the operations depend on besides their arguments."""
+
+    triton: bool = False
+    """CUDA tensors go through the kernels of ``mxd.ops.kernels``."""
+    meta_device: str = "cpu"
+    """The device in whose tiles tensors on the meta device are cut."""
+
+
+_settings = _Settings()
 
 
 def proposals_on(device: torch.device, asked: Literal["auto"] | Proposals = "auto") -> Proposals:
@@ -66,25 +75,58 @@ def use_triton(on: bool) -> None:
 
     Both give the same up to rounding; `scripts/bench_gpu.py` times them. Off at first: no GPU has timed them yet.
     """
-    global _through_triton
-    _through_triton = on
+    _settings.triton = on
 
 
 @contextmanager
 def metered_as(device: str) -> Iterator[None]:
     """Let tensors on the meta device be cut into the tiles of another one, for the length of the block."""
-    global _metered_as
-    before, _metered_as = _metered_as, device
-    _last.clear()  # all selections on the meta device look alike
+    before, _settings.meta_device = _settings.meta_device, device
     try:
         yield
     finally:
-        _metered_as = before
-        _last.clear()
+        _settings.meta_device = before
 
 
 def _triton(tensor: Any) -> bool:
-    return _through_triton and tensor.is_cuda
+    return _settings.triton and tensor.is_cuda
+
+
+def _device_type(tensor: Tensor) -> str:
+    return _settings.meta_device if tensor.is_meta else tensor.device.type
+
+
+@dataclass(frozen=True)
+class _ByUnit:
+    """A selection sorted by unit: the transposed code, row by row."""
+
+    order: Int[Tensor, " chosen"]
+    """Positions in the flat indices, sorted by unit."""
+    starts: Int[Tensor, " units_and_one"]
+    """Where each unit's stretch of ``order`` begins, and the length of ``order``."""
+    tokens: Int[Tensor, " chosen"]
+    """The token of each position in ``order``."""
+
+
+class Selection:
+    """The units that one call of ``topk_linear`` chose, which the backward passes need sorted by unit.
+
+    Hand the one that ``topk_linear`` was given to the ``sparse_decode`` of the same indices, and they are sorted once.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: _ByUnit | None = None
+
+    def by_unit(self, indices: Int[Tensor, "tokens k"], units: int) -> _ByUnit:
+        """Return the indices sorted by unit: sorted now, or as they were sorted before."""
+        if self._sorted is None or (len(self._sorted.order), len(self._sorted.starts)) != (indices.numel(), units + 1):
+            flat = indices.reshape(-1)
+            order = flat.to(torch.int32).argsort(stable=True)
+            starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
+            torch.cumsum(torch.bincount(flat, minlength=units), 0, out=starts[1:])
+            tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
+            self._sorted = _ByUnit(order, starts, tokens)
+        return self._sorted
 
 
 def topk_linear(
@@ -93,6 +135,7 @@ def topk_linear(
     bias: Float[Tensor, " units"],
     k: int,
     proposals: Proposals = "float32",
+    selection: Selection | None = None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices, in no fixed order.
 
@@ -108,19 +151,30 @@ def topk_linear(
             where another unit might be larger than those are searched again in full. So values and units are those of
             float32 (or float64) up to the rounding of its sums, also where TF32 is allowed: ``_proposed`` says what is
             proven, and what is assumed of the device. Where ``x`` has 16 bits itself, nothing is proposed.
+        selection: a new one, to hand to the ``sparse_decode`` of what is returned.
     """
     if x.device.type not in DEVICES:
         return reference.topk_linear(x, weight, bias, k)
-    return _TopKLinear.apply(x, weight, bias, k, proposals)
+    return _TopKLinear.apply(x, weight, bias, k, proposals, selection or Selection())
 
 
 def sparse_decode(
-    values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_out"]
+    values: Float[Tensor, "tokens k"],
+    indices: Int[Tensor, "tokens k"],
+    weight: Float[Tensor, "units d_out"],
+    selection: Selection | None = None,
 ) -> Float[Tensor, "tokens d_out"]:
-    """Return ``sum_k values[:, k] * weight[indices[:, k]]``, that is ``a @ weight`` for the sparse code ``a``."""
+    """Return ``sum_k values[:, k] * weight[indices[:, k]]``, that is ``a @ weight`` for the sparse code ``a``.
+
+    Args:
+        values: how active each unit is that a token uses.
+        indices: the numbers of these units.
+        weight: one row per unit.
+        selection: the one that ``topk_linear`` chose these indices with; by default they are sorted anew.
+    """
     if values.device.type not in DEVICES:
         return reference.sparse_decode(values, indices, weight)
-    return _SparseDecode.apply(values, indices, weight)
+    return _SparseDecode.apply(values, indices, weight, selection or Selection())
 
 
 def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
@@ -134,38 +188,7 @@ def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     return F.embedding_bag(indices, weight, per_sample_weights=values, mode="sum")
 
 
-@dataclass(frozen=True)
-class _ByUnit:
-    """A selection of units sorted by unit: the transposed code, row by row."""
-
-    indices: Tensor
-    version: int
-    units: int
-    order: Tensor
-    starts: Tensor
-    tokens: Tensor
-
-
-_last: list[_ByUnit] = []
-"""The latest selection: the decoder's and the encoder's gradients of one step need the same one."""
-
-
-def _by_unit(indices: Tensor, units: int) -> _ByUnit:
-    version = -1 if indices.is_inference() else indices._version  # inference tensors have none: none is remembered
-    for known in _last:
-        same = known.indices.data_ptr() == indices.data_ptr() and known.indices.shape == indices.shape
-        if same and known.version == version >= 0 and known.units == units:
-            return known
-    flat = indices.reshape(-1)
-    order = flat.to(torch.int32).argsort(stable=True)
-    starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
-    torch.cumsum(torch.bincount(flat, minlength=units), 0, out=starts[1:])
-    tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
-    _last[:] = [_ByUnit(indices, version, units, order, starts, tokens)]
-    return _last[0]
-
-
-def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor, selection: Selection | None = None) -> Tensor:
     """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values.
 
     Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache.
@@ -176,16 +199,16 @@ def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
         return kernels.gather_dot(grad, indices, weight)
     if indices.numel() == 0:
         return weight.new_zeros(indices.shape)
-    plan = _by_unit(indices, len(weight))
+    plan = (selection or Selection()).by_unit(indices, len(weight))
     dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         weight, grad.contiguous(), plan.tokens, plan.starts, indices.reshape(-1)[plan.order], _SUM
     )
     return torch.empty_like(dots).index_copy_(0, plan.order, dots).view(indices.shape)
 
 
-def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int) -> Tensor:
+def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int, selection: Selection) -> Tensor:
     """Return ``a^T @ rows`` for the sparse code ``a``, shape ``[units, rows' columns]``: each unit sums its tokens."""
-    plan = _by_unit(indices, units)
+    plan = selection.by_unit(indices, units)
     if _triton(rows):
         from mxd.ops import kernels
 
@@ -217,7 +240,7 @@ def _topk(pre: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` largest of ``x weight^T + bias`` of each row, with their indices, tile by tile."""
     units = len(weight)
-    rows, size = TILES[_metered_as if x.is_meta else x.device.type]
+    rows, size = TILES[_device_type(x)]
     tiles = -(-units * rows * x.element_size() // size)
     width = -(-units // (tiles * GROUP**2)) * GROUP**2
     buffer = x.new_empty(min(rows, len(x)), width)
@@ -306,7 +329,7 @@ def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows in bfloat16, for each a bound on its norm before and after, and one on the norm of its change."""
     low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
-    size = PART if (_metered_as if rows.is_meta else rows.device.type) == "cpu" else max(1, len(rows))
+    size = PART if _device_type(rows) == "cpu" else max(1, len(rows))
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         low[part] = rows[part]
@@ -319,7 +342,7 @@ def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _TopKLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, proposals: Proposals
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, proposals: Proposals, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         if proposals == "bfloat16" and x.dtype in (torch.float32, torch.float64):
             with _exact(x.device):
@@ -328,6 +351,7 @@ class _TopKLinear(torch.autograd.Function):
             values, indices = _largest(x, weight, bias, k)
         values = values.relu_()
         ctx.save_for_backward(x, weight, values, indices)
+        ctx.selection = selection
         ctx.mark_non_differentiable(indices)
         return values, indices
 
@@ -337,18 +361,19 @@ class _TopKLinear(torch.autograd.Function):
         x, weight, values, indices = ctx.saved_tensors
         grad = grad * (values > 0)
         grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _scatter_rows(grad, indices, x, len(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight = _scatter_rows(grad, indices, x, len(weight), ctx.selection) if ctx.needs_input_grad[1] else None
         grad_bias = None
         if ctx.needs_input_grad[2]:
             grad_bias = weight.new_zeros(len(weight)).index_add_(0, indices.reshape(-1), grad.reshape(-1))
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _SparseDecode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, indices: Tensor, weight: Tensor, selection: Selection) -> Tensor:
         values, indices = values.contiguous(), indices.contiguous()
         ctx.save_for_backward(values, indices, weight)
+        ctx.selection = selection
         return _gather_sum(values, indices, weight)
 
     @staticmethod
@@ -356,6 +381,8 @@ class _SparseDecode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, indices, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_values = _gather_dot(grad, indices, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _scatter_rows(values, indices, grad, len(weight)) if ctx.needs_input_grad[2] else None
-        return grad_values, None, grad_weight
+        grad_values = _gather_dot(grad, indices, weight, ctx.selection) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = _scatter_rows(values, indices, grad, len(weight), ctx.selection)
+        return grad_values, None, grad_weight, None

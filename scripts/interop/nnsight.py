@@ -47,7 +47,7 @@ def peer(work: Path) -> None:
         x, y = model.record(ids, [2])[2]
         logits = model.logits(ids)
     code = layer.encode(x)
-    off = layer.decode(x, code._replace(values=code.values * (code.indices != seen["unit"])))
+    off = layer.decode(x, code.with_values(code.values * (code.indices != seen["unit"])))
     check(work, "the replacement's output", seen["y"], y)
     check(work, "the logits", seen["logits"], logits)
     check(work, "the units' strengths", seen["values"], code.values[0])

@@ -32,7 +32,7 @@ def dense_code(model, number, layer, rows):
     """All coefficients ``[contexts, seq, units]``, from the definition: ReLU, then the K largest."""
     x, y = model.record(torch.from_numpy(rows), [number])[number]
     read = (x if layer.config.reads == "mlp_in" else y).double().numpy()
-    weight, bias = (p.detach().double().numpy() for p in layer.gate_parameters())
+    weight, bias = (p.detach().double().numpy() for p in layer.gates.rows(torch.arange(layer.num_units)))
     active = np.maximum(read @ weight.T + bias, 0)
     if layer.config.sparsity.max_k is not None:
         active = np.where(active >= np.sort(active, -1)[..., [-K]], active, 0)

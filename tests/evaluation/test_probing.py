@@ -170,7 +170,7 @@ def test_pooling_and_cutting_are_right_for_every_family_side_and_level(family):
         assert read.labels.tolist() == [given.labels[i] for i in kept]
         site = (1, "mlp_in", masked)
         pooled = _pool(family, read, {site}, {}, 100, lambda amount: None)[site]
-        units = Units(pooled, *layer.gate_parameters())
+        units = Units(pooled, layer.gates)
         expected = np.stack([expected[i] for i in kept])
         np.testing.assert_allclose(units.columns(torch.arange(40)), expected, atol=2e-4)
         rows = np.arange(len(kept)) % 3 == 0

@@ -52,8 +52,8 @@ def test_the_constant_answers_at_bos_and_nowhere_else(layer, without, at_bos):
 def test_any_code_decodes_to_the_constant_at_bos(layer, at_bos):
     x = at_bos[0].expand(3, -1)
     code = layer.encode(x)
-    nothing = code._replace(values=torch.zeros_like(code.values))
-    for other in (nothing, code._replace(values=code.values + 1)):
+    nothing = code.with_values(torch.zeros_like(code.values))
+    for other in (nothing, code.with_values(code.values + 1)):
         assert torch.equal(layer.decode(x, other), at_bos[1].expand(3, -1))
         assert torch.equal(layer.decode(x, other, layer.hidden(x).mean(0)), at_bos[1].expand(3, -1))
 

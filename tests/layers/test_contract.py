@@ -186,7 +186,7 @@ def test_the_wrong_width_is_refused(layer, x):
 def test_the_code_is_the_largest_positive_pre_activations(layer, x):
     """ReLU first, then the K largest of them (all of them, where nothing bounds K)."""
     code, k = layer.encode(x), {"topk": 3, "random_k": 4}.get(layer.config.sparsity.kind, UNITS)
-    weight, bias = layer.gate_parameters()
+    weight, bias = layer.gates.rows(torch.arange(UNITS))
     pre = x @ weight.T + bias
     torch.testing.assert_close(layer.pre_activations(x), pre)
     kth = pre.sort(dim=-1, descending=True).values[..., k - 1 : k]
@@ -228,7 +228,7 @@ def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
     hidden = layer.hidden(x)
     assert hidden.shape[:-1] == x.shape[:-1]
     code, mean = layer.encode(x), hidden.reshape(8, -1).mean(0)
-    rest = layer.decode(x, code._replace(values=torch.zeros_like(code.values)))
+    rest = layer.decode(x, code.with_values(torch.zeros_like(code.values)))
     means = torch.stack([layer.unit_output(n, x).reshape(8, -1).mean(0) for n in range(UNITS)])
     torch.testing.assert_close(layer.decode(x, code, mean), rest + dense(code) @ means)
     torch.testing.assert_close(layer.decode(x[0, :1], layer.encode(x[0, :1]), hidden[0, 0]), layer(x[0, :1]))
@@ -240,7 +240,7 @@ def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
 def test_the_output_is_the_sum_of_its_units(layer, x):
     """``y^ = rest + sum_n a_n unit_output(n, x)``, the rest being what an empty code leaves."""
     code = layer.encode(x)
-    rest = layer.decode(x, code._replace(values=torch.zeros_like(code.values)))
+    rest = layer.decode(x, code.with_values(torch.zeros_like(code.values)))
     units = torch.stack([layer.unit_output(n, x) for n in range(UNITS)], dim=-2)
     total = rest + (dense(code).unsqueeze(-1) * units).sum(-2)
     torch.testing.assert_close(layer(x), total)

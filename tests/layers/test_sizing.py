@@ -3,7 +3,7 @@
 import pytest
 
 from mxd.common.errors import MxdError
-from mxd.layers import LAYERS, MLPShape, match_units, size
+from mxd.layers import LAYERS, MLPShape, size
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import ReLUL1Config, TopKConfig
@@ -67,12 +67,12 @@ def test_exact_matching_is_as_near_as_a_whole_unit_allows(method, fields, base):
 
 
 @pytest.mark.parametrize(("method", "fields"), METHODS)
-def test_match_units_meets_a_budget_that_can_be_met(method, fields, mlp):
+def test_sizing_meets_a_budget_that_can_be_met(method, fields, mlp):
     config = LAYERS[method](sparsity=TopKConfig(k=1), **fields).inherit(mlp)
     for units in (1, 2, 17, 1000):
         budget = config.model_copy(update={"num_units": units}).num_params
-        assert match_units(config, budget) == units
-        assert match_units(config, budget + 1) == match_units(config, budget - 1) == units
+        assert config.sized(budget).num_units == units
+        assert config.sized(budget + 1).num_units == config.sized(budget - 1).num_units == units
 
 
 def test_a_transcoder_gets_its_own_width(mlp):
@@ -97,7 +97,7 @@ def test_a_budget_below_what_the_units_share_is_an_error(method, sparsity, match
 
 def test_a_skip_alone_can_exceed_the_budget():
     with pytest.raises(MxdError, match=r"STC: a budget of 10 parameters does not pay for .* \(590,592\)"):
-        match_units(TranscoderConfig(skip=True).inherit(GPT2), 10)
+        TranscoderConfig(skip=True).inherit(GPT2).sized(10)
 
 
 def test_more_active_units_than_units_found_is_an_error(mlp):

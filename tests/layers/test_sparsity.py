@@ -6,20 +6,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.layers import parse_layer
+from mxd.layers import Code, parse_layer
+from mxd.layers.gates import LinearGate
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 
 
 @pytest.fixture
 def gate():
-    """Input, weight and bias of 40 units, about half of them positive."""
-    return torch.randn(3, 6), torch.randn(40, 6), torch.randn(40)
+    """Input and gate of 40 units, about half of them positive."""
+    return torch.randn(3, 6), LinearGate(torch.randn(40, 6), torch.randn(40))
+
+
+def all_units(values):
+    """The code that lists all units."""
+    return Code(values, torch.arange(values.shape[-1]).expand(values.shape), all_units=True)
 
 
 def draw(sparsity, gate, steps):
     """The K of each of a number of calls."""
-    return [sparsity(*gate)[0].shape[-1] for _ in range(steps)]
+    return [sparsity(*gate).values.shape[-1] for _ in range(steps)]
 
 
 # --- random K -----------------------------------------------------------------------------------------------------
@@ -40,10 +46,9 @@ def test_random_k_evaluates_with_k_and_does_not_count(gate):
     sparsity = RandomKConfig(k=8).build(40).eval()
     assert set(draw(sparsity, gate, 20)) == {8}
     assert sparsity.draws == 0
-    values, indices, _ = sparsity(*gate)
-    expected = TopKConfig(k=8).build(40)(*gate)
-    assert torch.equal(values, expected[0])
-    assert torch.equal(indices, expected[1])
+    code, expected = sparsity(*gate), TopKConfig(k=8).build(40)(*gate)
+    assert torch.equal(code.values, expected.values)
+    assert torch.equal(code.indices, expected.indices)
 
 
 def test_random_k_draws_on_where_the_state_dict_says(gate):
@@ -85,22 +90,20 @@ def test_reading_k_in_evaluation_leaves_the_training_draws_alone(gate):
 def test_l1_by_hand():
     """Two tokens, ``(1 * 2 + 0) + (3 * 2 + 2 * 5) = 18`` over them, halved by the mean and weighted by 0.1."""
     sparsity = ReLUL1Config(l1=0.1).build(40)
-    values, norms = (
-        torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
-        (lambda: torch.tensor([2.0, 5.0]), lambda: torch.ones(2) / 2),
-    )
-    assert sparsity.penalty(values, *norms).item() == pytest.approx(0.9)
-    assert ReLUL1Config(l1=0.1, weighting="factor").build(40).penalty(values, *norms).item() == pytest.approx(0.15)
-    assert ReLUL1Config(l1=0.1, weighting="none").build(40).penalty(values, *norms).item() == pytest.approx(0.3)
+    code = all_units(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+    norms = (lambda: torch.tensor([2.0, 5.0]), lambda: torch.ones(2) / 2)
+    assert sparsity.penalty(code, *norms).item() == pytest.approx(0.9)
+    assert ReLUL1Config(l1=0.1, weighting="factor").build(40).penalty(code, *norms).item() == pytest.approx(0.15)
+    assert ReLUL1Config(l1=0.1, weighting="none").build(40).penalty(code, *norms).item() == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("weighting", ["none", "factor", "norm"])
 def test_l1_averages_over_any_number_of_tokens(gate, weighting):
     sparsity, values = ReLUL1Config(l1=0.1, weighting=weighting).build(40), torch.rand(4, 3, 40)
     norms = [(lambda norm: lambda: norm)(torch.rand(40)) for _ in range(2)]
-    flat = sparsity.penalty(values.reshape(12, 40), *norms)
-    torch.testing.assert_close(sparsity.penalty(values, *norms), flat)
-    torch.testing.assert_close(sparsity.penalty(values.repeat(2, 1, 1), *norms), flat)
+    flat = sparsity.penalty(all_units(values.reshape(12, 40)), *norms)
+    torch.testing.assert_close(sparsity.penalty(all_units(values), *norms), flat)
+    torch.testing.assert_close(sparsity.penalty(all_units(values.repeat(2, 1, 1)), *norms), flat)
 
 
 @pytest.mark.parametrize("method", ["transcoder", "mxd", "cp_mumoe", "topk_sae"])
@@ -111,7 +114,7 @@ def test_l1_cannot_be_escaped_by_scaling_but_without_weights(method, weighting, 
     layer = randomise(parse_layer(fields).inherit(mlp).build())
     x = torch.randn(4, layer.config.d_in, dtype=torch.float64)
     y, penalty = layer(x), layer.penalty(layer.encode(x))
-    for parameter in layer.gate_parameters():
+    for parameter in (layer.gates.weight, layer.gates.bias):
         parameter.data /= 2
     own = {"mxd": "expert_scale", "cp_mumoe": "expert_factor"}.get(method, "decoder")
     getattr(layer, own).data *= 2
@@ -148,11 +151,11 @@ def test_l1_training_switches_units_off():
 
 
 def test_relu_keeps_every_positive_unit(gate):
-    x, weight, bias = gate
-    values, indices, all_units = ReLUL1Config().build(40)(*gate)
-    assert all_units
-    torch.testing.assert_close(values, torch.relu(x @ weight.T + bias))
-    assert indices.tolist() == [list(range(40))] * 3
+    x, linear = gate
+    code = ReLUL1Config().build(40)(*gate)
+    assert code.all_units
+    torch.testing.assert_close(code.values, torch.relu(x @ linear.weight.T + linear.bias))
+    assert code.indices.tolist() == [list(range(40))] * 3
 
 
 # --- JumpReLU -----------------------------------------------------------------------------------------------------
@@ -160,15 +163,16 @@ def test_relu_keeps_every_positive_unit(gate):
 
 def test_jumprelu_keeps_what_is_above_its_units_threshold(gate):
     """Whole, not less the threshold; what is exactly at it is off; a negative threshold is as good as zero."""
-    x, weight, bias = gate
+    x, weight, bias = gate[0], gate[1].weight, gate[1].bias
     pre = x @ weight.T + bias
     sparsity = JumpReLUConfig().build(40)
     sparsity.threshold.copy_(torch.rand(40))
     sparsity.threshold[3], sparsity.threshold[4] = torch.nn.functional.linear(x, weight, bias)[1, 3].abs(), -5.0
     weight[3], bias[3] = weight[3] * pre[1, 3].sign(), bias[3] * pre[1, 3].sign()
     pre = torch.nn.functional.linear(x, weight, bias)
-    values, indices, all_units = sparsity(x, weight, bias)
-    assert all_units and indices.tolist() == [list(range(40))] * 3
+    code = sparsity(*gate)
+    values = code.values
+    assert code.all_units and code.indices.tolist() == [list(range(40))] * 3
     assert torch.equal(values, torch.where((pre > sparsity.threshold) & (pre > 0), pre, torch.zeros(())))
     assert values[1, 3] == 0 < pre[1, 3] and 10 < (values > 0).sum() < (pre > 0).sum()
 

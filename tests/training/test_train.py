@@ -421,15 +421,15 @@ def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytes
 def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
 ) -> None:
-    sparsity = importlib.import_module("mxd.layers.sparsity")
-    real, used = sparsity.topk_linear, []
+    gates = importlib.import_module("mxd.layers.gates")
+    real, used = gates.topk_linear, []
 
-    def spy(x, weight, bias, k, proposals="float32"):
+    def spy(x, weight, bias, k, proposals, selection):
         if not x.is_meta:  # where the run is planned
             used.append(proposals)
-        return real(x, weight, bias, k, proposals)
+        return real(x, weight, bias, k, proposals, selection)
 
-    monkeypatch.setattr(sparsity, "topk_linear", spy)
+    monkeypatch.setattr(gates, "topk_linear", spy)
     folders = {}
     for proposals in ("float32", "bfloat16"):
         training = {"tokens": 512 * 24, "proposals": proposals}

@@ -5,6 +5,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
 from mxd.artifacts.checkpoint import load_layer
@@ -25,13 +26,13 @@ def section(run: Run) -> Section | None:
         if replacement.path is None:
             continue
         units = busiest(result["rates"])
-        gate = load_layer(replacement.path).layer.gate_parameters()[0].detach().float().cpu().numpy()
-        units = [unit for unit in units if unit < len(gate)]
+        gates = load_layer(replacement.path).layer.gates
+        units = [unit for unit in units if unit < gates.units]
         if len(units) < 3:
             continue
-        order = chain(cosines(gate[units]))
-        units = [units[i] for i in order]
-        similar = cosines(gate[units])
+        weight = gates.rows(torch.tensor(units))[0].detach().float().cpu().numpy()
+        order = chain(cosines(weight))
+        units, similar = [units[i] for i in order], cosines(weight[order])
         pairs = closest(similar)
         off = similar[~np.eye(len(units), dtype=bool)]
         alt = f"{replacement.label}: cosine similarities of {len(units)} units, from {off.min():.2f} to {off.max():.2f}"

@@ -86,7 +86,7 @@ def fit_thresholds(layer: Transcoder, x: Float[Tensor, "tokens d_in"]) -> Float[
     """
     code = layer.encode(x)
     smallest = torch.where(code.values > 0, code.values, torch.inf).amin(-1, keepdim=True)  # of the chosen, by token
-    weight, bias = layer.gate_parameters()
+    weight, bias = layer.encoder, layer.encoder_bias
     chunk = max(1, CHUNK_BYTES // (4 * len(x)))
     pieces = [
         _fit(torch.relu(torch.addmm(b, x, w.T)), smallest)
