@@ -21,10 +21,6 @@ ACTIVATIONS = {
 }
 
 
-BOS_RADIUS = 0.05
-"""Distance, relative to its norm, up to which an input counts as that of BOS."""
-
-
 class SplicedConfig(BaseConfig):
     """The base model's config, and what is spliced in under ``mxd``."""
 
@@ -39,7 +35,8 @@ class SparseLayer(nn.Module):
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
 
-    With ``bos_constant``, the output is a stored one where the input is that of BOS in position 0.
+    With ``bos_radius``, the output is a stored one where the input is that of BOS in position 0, up to that distance,
+    relative to its norm.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -51,21 +48,27 @@ class SparseLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for any leading shape, in the dtype of ``x``; computed in that of the weights."""
         rows = x.reshape(-1, x.shape[-1]).to(self.bias.dtype)
-        if self.spec["method"] == "mxd":
-            experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
-            out = torch.addcmul(self.bias, experts, self.hidden(rows) @ self.decoder)
-        elif self.spec["method"] == "cp_mumoe":
-            experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
-            out = (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
-        else:
-            out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
-            if "skip" in self.spec["shapes"]:
-                out = out + rows @ self.skip
-        if self.spec["bos_constant"]:
+        out = FORWARDS[self.spec["method"]](self, rows)
+        if self.spec["bos_radius"] is not None:
             size = self.bos_in.square().sum()
             distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + size
-            out = torch.where((distance < BOS_RADIUS**2 * size).unsqueeze(-1), self.bos_out, out)
+            out = torch.where((distance < self.spec["bos_radius"] ** 2 * size).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
+
+    def mxd(self, rows: Tensor) -> Tensor:
+        """Return the output of a Mixture of Decoders."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
+        return torch.addcmul(self.bias, experts, self.hidden(rows) @ self.decoder)
+
+    def cp_mumoe(self, rows: Tensor) -> Tensor:
+        """Return the output of a CP-factorised mixture of experts."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        return (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
+
+    def transcoder(self, rows: Tensor) -> Tensor:
+        """Return the output of a transcoder, with or without skip, or of an autoencoder."""
+        out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
+        return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
 
     def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' strengths and the table has a row for each unit."""
@@ -84,6 +87,15 @@ class SparseLayer(nn.Module):
         if not self.spec["glu"]:
             return activation(linear)
         return activation(F.linear(x, self.encoder_glu_weight, self.encoder_glu_bias)) * linear
+
+
+FORWARDS = {
+    "mxd": SparseLayer.mxd,
+    "cp_mumoe": SparseLayer.cp_mumoe,
+    "transcoder": SparseLayer.transcoder,
+    "topk_sae": SparseLayer.transcoder,
+}
+"""Method -> what computes its output."""
 
 
 class SplicedMLP(nn.Module):

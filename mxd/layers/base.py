@@ -259,6 +259,19 @@ class ReplacementLayer(nn.Module, ABC):
         """
         return self.gates.scores(self._rows(x)).amax(1).reshape(*x.shape[:-1], self.num_units)
 
+    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return the direction that unit ``n`` adds to the output for each unit of its activation.
+
+        Raises:
+            MxdError: the layer is not additive.
+        """
+        if not self.additive:
+            raise MxdError(
+                f"a unit of {self.config.label} adds no direction of its own to the output, since its parts interact; "
+                "mask it instead (mxd mask, or the mask of mxd.spliced)."
+            )
+        return self._unit_output(n, x).to(x.dtype)
+
     def penalty(self, code: Code) -> Float[Tensor, ""]:
         """Return what the sparsity adds to the training loss: zero for top-k, the L1 term for ReLU + L1."""
         return self.sparsity.penalty(code, self.unit_norms, self.factor_norms)
@@ -283,10 +296,6 @@ class ReplacementLayer(nn.Module, ABC):
         """How the units' pre-activations are made."""
 
     @abstractmethod
-    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return the direction that unit ``n`` adds to the output per unit of its strength."""
-
-    @abstractmethod
     def unit_weight(self, n: int) -> Float[Tensor, "rows d_out"]:
         """Return unit ``n``'s weight, materialised: a matrix for experts, one row for features."""
 
@@ -297,6 +306,10 @@ class ReplacementLayer(nn.Module, ABC):
     @abstractmethod
     def factor_norms(self) -> Float[Tensor, " units"]:
         """Return the norm of what of each unit's weight is its own: a row of ``C``, or of a feature's decoder."""
+
+    def _unit_output(self, n: int, x: Tensor) -> Tensor:
+        """Return the direction of an additive layer's unit, in any dtype."""
+        raise NotImplementedError
 
     @abstractmethod
     def _hidden(self, x: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ class FeatureLayer(ReplacementLayer):
         """``x @ encoder.T + encoder_bias``: one row for each feature."""
         return LinearGate(self.encoder, self.encoder_bias)
 
-    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+    def _unit_output(self, n: int, x: Tensor) -> Tensor:
         """Return ``d_n``, the same for every input."""
-        return self.decoder[n].to(x.dtype).expand(*x.shape[:-1], -1)
+        return self.decoder[n].expand(*x.shape[:-1], -1)
 
     def unit_weight(self, n: int) -> Float[Tensor, "1 d_out"]:
         """Return ``d_n`` as one row."""

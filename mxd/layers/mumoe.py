@@ -77,9 +77,9 @@ class CPMuMoE(ReplacementLayer):
         """``x @ gate.T + gate_bias``: one row for each expert."""
         return LinearGate(self.gate, self.gate_bias)
 
-    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+    def _unit_output(self, n: int, x: Tensor) -> Tensor:
         """Return ``z W_n = ((z D') * c'_n) W``."""
-        return (((self.encoder(x) @ self.input_factor) * self.expert_factor[n]) @ self.output_factor).to(x.dtype)
+        return ((self.encoder(x) @ self.input_factor) * self.expert_factor[n]) @ self.output_factor
 
     def unit_weight(self, n: int) -> Float[Tensor, "hidden d_out"]:
         """Return ``W_n = D' diag(c'_n) W``."""

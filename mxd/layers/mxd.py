@@ -78,9 +78,9 @@ class MxD(ReplacementLayer):
         """``x @ gate.T + gate_bias``: one row for each expert."""
         return LinearGate(self.gate, self.gate_bias)
 
-    def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+    def _unit_output(self, n: int, x: Tensor) -> Tensor:
         """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""
-        return ((self.encoder(x) @ self.decoder) * self.expert_scale[n]).to(x.dtype)
+        return (self.encoder(x) @ self.decoder) * self.expert_scale[n]
 
     def unit_weight(self, n: int) -> Float[Tensor, "hidden d_out"]:
         """Return ``W_n = D diag(c_n)`` (equation 4)."""

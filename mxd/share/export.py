@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
 from mxd.artifacts.folders import FORMAT
 from mxd.artifacts.provenance import versions
-from mxd.common.errors import MxdError, printable
+from mxd.assets.modeling_spliced import FORWARDS
+from mxd.common.errors import MxdError, printable, unknown
 from mxd.common.files import atomic_folder, read_json, write_json
 from mxd.layers import ReplacementLayer
+from mxd.layers.base import BOS_RADIUS
 from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
 from mxd.splice import Replacement, SplicedMLP, Where, spliced
 
@@ -152,8 +154,12 @@ def _spec(mlp: SplicedMLP, replacement: Replacement) -> dict[str, Any]:
     """Return what the code file needs to build a replacement, and its provenance."""
     if not isinstance(mlp.layer, ReplacementLayer):
         raise MxdError(f"cannot export a {type(mlp.layer).__name__}: expected one of mxd's replacement layers.")
+    config = mlp.layer.config.model_dump(exclude={"bos_constant"})
+    if config["method"] not in FORWARDS:
+        raise unknown("method of an exported layer", config["method"], FORWARDS)
     return {
-        **mlp.layer.config.model_dump(),
+        **config,
+        "bos_radius": BOS_RADIUS if mlp.layer.config.bos_constant else None,
         "reads": mlp.reads,
         "shapes": {name: list(tensor.shape) for name, tensor in _layer_tensors(mlp.layer).items()},
         "provenance": replacement.provenance.model_dump() if isinstance(replacement, Trained) else None,

@@ -141,8 +141,8 @@ class Toy(ReplacementLayer):
     def gates(self):
         return ProductGate(self.first, self.second)
 
-    def unit_output(self, n, x):
-        return self.decoder[n].to(x.dtype).expand(*x.shape[:-1], -1)
+    def _unit_output(self, n, x):
+        return self.decoder[n].expand(*x.shape[:-1], -1)
 
     def unit_weight(self, n):
         return self.decoder[n : n + 1]
@@ -297,3 +297,11 @@ def test_with_several_heads_a_candidate_is_a_unit_of_one_head(layer, x):
     chosen = torch.tensor([30, 2, 49])
     np.testing.assert_allclose(units.columns(chosen), expected[:, chosen], rtol=1e-4, atol=1e-5)
     assert units.named(30) == {"unit": 5, "head": 1}
+
+
+def test_a_layer_that_is_not_additive_has_no_unit_outputs(layer, x, monkeypatch):
+    """Its units are masked, which needs nothing but a changed code."""
+    monkeypatch.setattr(Toy, "additive", False)
+    with pytest.raises(MxdError, match=r"a unit of Toy adds no direction of its own .* mask it instead"):
+        layer.unit_output(0, x)
+    assert layer.decode(x, layer.encode(x).without(torch.ones(25, dtype=torch.bool))).shape == (7, 3)

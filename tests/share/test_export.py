@@ -22,6 +22,7 @@ from transformers.utils import quantization_config
 import mxd.share.export
 from mxd.artifacts.checkpoint import Trained, save_layer
 from mxd.artifacts.provenance import Provenance
+from mxd.assets.modeling_spliced import FORWARDS
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig
@@ -448,3 +449,11 @@ def _body_of(function, path):
     source = path.read_text(encoding="utf-8")
     node = next(n for n in ast.parse(source).body if getattr(n, "name", None) == function)
     return "\n".join(source.splitlines()[node.lineno : node.end_lineno]) + "\n"
+
+
+def test_a_method_that_the_exported_code_has_no_formula_for_is_refused(gpt2, tmp_path, monkeypatch):
+    """It is never taken for a transcoder."""
+    monkeypatch.delitem(FORWARDS, "mxd")
+    with pytest.raises(MxdError, match="unknown method of an exported layer 'mxd'; choose one of: cp_mumoe"):
+        export_model(gpt2, {1: replacement(gpt2, 1, "mxd")}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
