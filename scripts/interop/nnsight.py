@@ -19,14 +19,14 @@ def example(layer: mxd.ReplacementLayer) -> dict[str, torch.Tensor]:
         mlp = traced.transformer.h[2].mlp
 
         with traced.trace(ids):
-            values, units, _ = mlp.layer.sparsity.output  # of each token: strengths and numbers of the active units
-            values, units = values.save(), units.save()
+            code = mlp.layer.sparsity.output  # the active units of each token
+            values, units = code.values.save(), code.indices.save()
             y = mlp.output.save()  # what the replacement answers
             logits = traced.lm_head.output.save()
 
         unit = units[-1, values[-1].argmax()]  # the strongest at the last token
         with traced.trace(ids):
-            mlp.layer.sparsity.output[0][units == unit] = 0  # switch it off at every token
+            mlp.layer.sparsity.output.values[units == unit] = 0  # switch it off at every token
             y_off = mlp.output.save()
             logits_off = traced.lm_head.output.save()
 
