@@ -15,7 +15,6 @@ ORDER = [
     "common",
     "ops",
     "layers",
-    "vetting",
     "model",
     "metrics",
     "artifacts",

@@ -17,9 +17,9 @@ from uuid import uuid4
 import numpy as np
 from jaxtyping import Bool, Int
 
+from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError, unknown
 from mxd.common.parsing import file_sha256, parse_json, read_text, regular, sayable
-from mxd.model import bundled
 
 SPLITS = ("train", "validation", "test")
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}

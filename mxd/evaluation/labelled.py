@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
 from mxd.common.parsing import parse_json, regular, sayable
-from mxd.model import bundled
 from mxd.questions import DEFAULTS
 
 BUNDLED_SETS = ("factbook", "languages", "gender")

@@ -28,7 +28,7 @@ from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
 

@@ -59,7 +59,7 @@ class Target:
 
 def frozen() -> Any:
     """Return the bundled model that everything here belongs to."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen("tiny-gpt2", device="cpu")
 
@@ -816,7 +816,7 @@ def base_models(folder: Path) -> Any:
 
 def base_model(draw: Draw, root: Path, prepared: Any) -> Load:
     """A base model's folder or GGUF file, loaded and read with, or outlined."""
-    from mxd.model import load_frozen, outline
+    from mxd.model.loading import load_frozen, outline
 
     source, parts = prepared
     name = draw(st.sampled_from((*models.FAMILIES, "pickle", "gguf", "gguf")))
