@@ -18,7 +18,7 @@ from mxd.common.files import write_json
 from mxd.report.page import build_sections, write_report
 from mxd.report.run import KINDS, read_run
 from mxd.report.sections import faithfulness, masking, similarity, units
-from mxd.report.sections.generation import parts
+from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 
 
@@ -260,7 +260,7 @@ def test_a_diff_gives_back_both_texts():
     rng = np.random.default_rng(0)
     for _ in range(50):
         base, spliced = ([f" w{n}" for n in rng.integers(0, 4, 12)] for _ in range(2))
-        found = list(parts(base, spliced))
+        found = list(pieces(base, spliced))
         assert "".join(p.text for p in found if p.how != "added") == "".join(base)
         assert "".join(p.text for p in found if p.how != "removed") == "".join(spliced)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric
-from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots, with_error
+from mxd.report.parts import Cell, Column, Figure, Part, Section, Table, number, slots, with_error
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
@@ -30,7 +30,7 @@ def section(run: Run) -> Section | None:
     found = run.results("evaluation")
     if not found:
         return None
-    blocks: list[Block] = [
+    parts: list[Part] = [
         *_frontier(found),
         *_by_activity(found),
         *_by_rank(found, run.results("structure")),
@@ -46,7 +46,7 @@ def section(run: Run) -> Section | None:
         f"{first['tokens'].number():,.0f} held-out tokens ({text}). The base model's cross-entropy is "
         f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(found)}."
     )
-    return Section("faithfulness", "Faithfulness", lead, blocks)
+    return Section("faithfulness", "Faithfulness", lead, parts)
 
 
 def _ablated(found: Found) -> str:
@@ -110,7 +110,7 @@ def _axis(label: str, drawn: Sequence[Line]) -> Axis:
     return Axis(label, low=min(0.0, *values))
 
 
-def _frontier(found: Found) -> list[Block]:
+def _frontier(found: Found) -> list[Part]:
     figures = []
     blocks = {r.layer for r, _ in _single(found)}
     for layer in sorted(blocks, key=lambda each: each or 0):
@@ -128,7 +128,7 @@ def _frontier(found: Found) -> list[Block]:
     return list(figures)
 
 
-def _by_activity(found: Found) -> list[Block]:
+def _by_activity(found: Found) -> list[Part]:
     """After figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
     single = _single(found)
     if all(r.k for r, _ in single):
@@ -141,7 +141,7 @@ def _by_activity(found: Found) -> list[Block]:
     return [figure] if figure else []
 
 
-def _by_rank(found: Found, structure: Found) -> list[Block]:
+def _by_rank(found: Found, structure: Found) -> list[Part]:
     """After figure 12 of the paper: what the experts' rank costs, at one K."""
     ranks = {r.name: _number(node.get("normalized_rank")) for r, node in structure}
     known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
@@ -160,7 +160,7 @@ def _by_rank(found: Found, structure: Found) -> list[Block]:
     return [figure] if figure else []
 
 
-def _variants(found: Found) -> list[Block]:
+def _variants(found: Found) -> list[Part]:
     """After figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
     places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
     panels = []
@@ -194,9 +194,9 @@ def _together(replacement: Replacement, result: Node) -> str:
     return f"{replacement.name}: {said}" if said else replacement.name
 
 
-def _tasks(run: Run) -> list[Block]:
+def _tasks(run: Run) -> list[Part]:
     """Scores of lm-eval, the base model and each splice beside it."""
-    blocks: list[Block] = []
+    parts: list[Part] = []
     for document in run.documents["evaluation"]:
         scores = document.get("lm_eval")
         if scores is None:
@@ -209,8 +209,8 @@ def _tasks(run: Run) -> list[Block]:
                 cells = [_score(column[task], metric) for column in columns.values()]
                 rows.append([Cell(f"{task}: {metric.removesuffix(',none')}"), *cells])
         caption = f"Tasks of lm-eval {scores['version'].text()}, with standard errors."
-        blocks.append(Table(caption, [Column("task"), *map(Column, columns)], rows))
-    return blocks
+        parts.append(Table(caption, [Column("task"), *map(Column, columns)], rows))
+    return parts
 
 
 def _score(metrics: Node, metric: str) -> Cell:

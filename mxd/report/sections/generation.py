@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Sequence
 
-from mxd.report.blocks import Block, Cell, Column, Diff, Diffs, Figure, Part, Section, Table, number, slots
+from mxd.report.parts import Cell, Column, Diff, Diffs, Figure, Part, Piece, Section, Table, number, slots
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
@@ -23,8 +23,8 @@ def section(run: Run) -> Section | None:
         f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
         "replacement spliced in. One early difference changes everything after it."
     )
-    blocks: list[Block] = [_curves(found), _table(found, new_tokens), *_diffs(run.usual(found))]
-    return Section("generation", "Generation", lead, blocks)
+    parts: list[Part] = [_curves(found), _table(found, new_tokens), *_diffs(run.usual(found))]
+    return Section("generation", "Generation", lead, parts)
 
 
 def _curves(found: Found) -> Figure:
@@ -62,7 +62,7 @@ def _table(found: Found, new_tokens: int) -> Table:
     return Table("Share of prompts continued identically up to n tokens.", columns, rows)
 
 
-def _diffs(found: Found) -> list[Block]:
+def _diffs(found: Found) -> list[Part]:
     """Show the first prompts; where there are several K, of each method the one nearest to the paper's 32."""
     examples = [(r, example) for r, n in found for example in list(n["examples"])[:PROMPTS]]
     prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)
@@ -71,7 +71,7 @@ def _diffs(found: Found) -> list[Block]:
         here = [(r, example) for r, example in examples if tuple(example["prompt"].numbers()) == prompt]
         first = here[0][1]
         base = _tokens(first, "base")
-        rows = [(r.label, list(parts(base, _tokens(e, "spliced"))), e.source) for r, e in here]
+        rows = [(r.label, list(pieces(base, _tokens(e, "spliced"))), e.source) for r, e in here]
         text = first.get("prompt_text")
         diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
     caption = (
@@ -89,13 +89,13 @@ def _tokens(example: Node, which: str) -> list[str]:
     return [text.replace("\n", "↵") for text in told.texts()]  # on one line: continuations are compared, not read
 
 
-def parts(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Part]:
+def pieces(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Piece]:
     """Yield what two continuations share and where they differ, token by token."""
     for what, a, b, c, d in difflib.SequenceMatcher(None, base, spliced, autojunk=False).get_opcodes():
         if what == "equal":
-            yield Part("same", "".join(base[a:b]))
+            yield Piece("same", "".join(base[a:b]))
             continue
         if b > a:
-            yield Part("removed", "".join(base[a:b]))
+            yield Piece("removed", "".join(base[a:b]))
         if d > c:
-            yield Part("added", "".join(spliced[c:d]))
+            yield Piece("added", "".join(spliced[c:d]))

@@ -3,7 +3,7 @@
 import math
 from itertools import zip_longest
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number, with_error
+from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, number, with_error
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.source import Node
 
@@ -20,14 +20,14 @@ def section(run: Run) -> Section | None:
     masked, purged = run.results("masking"), run.results("purging")
     if not masked and not purged:
         return None
-    blocks: list[Block] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
-    blocks += [_means(masked)] if masked else []
-    blocks += [_purged(purged), _followers(run.usual(purged))] if purged else []
+    parts: list[Part] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
+    parts += [_means(masked)] if masked else []
+    parts += [_purged(purged), _followers(run.usual(purged))] if purged else []
     lead = (
         "Units are switched off, and the change of the loss is measured (nats per token; after Monet, sections 5.1 and "
         "5.3). Specialised units cost much on their own domain and little elsewhere."
     )
-    return Section("masking", "Masking", lead, blocks)
+    return Section("masking", "Masking", lead, parts)
 
 
 def _matrix(replacement: Replacement, result: Node) -> Table:

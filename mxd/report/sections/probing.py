@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Figure, Key, Panel, Section, Table, number, slots
+from mxd.report.parts import NOTHING, Cell, Column, Figure, Key, Panel, Part, Section, Table, number, slots
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
@@ -18,15 +18,15 @@ def section(run: Run) -> Section | None:
     found = run.results("probing")
     if not found:
         return None
-    blocks: list[Block] = []
+    parts: list[Part] = []
     for name in dict.fromkeys(name for _, result in found for name, _ in result.items()):
         here = [(r, result[name]) for r, result in found if result.get(name)]
-        blocks += [_figure(name, run.usual(here)), _table(name, here), *_densities(name, run.usual(here))]
+        parts += [_figure(name, run.usual(here)), _table(name, here), *_densities(name, run.usual(here))]
     lead = (
         "A logistic regression on one unit's pre-activation at a time, one class against the rest, held-out F1 of the "
         "best of the 100 units whose means differ most. Baselines: the same probe on other units."
     )
-    return Section("probing", "Sparse probing", lead, blocks)
+    return Section("probing", "Sparse probing", lead, parts)
 
 
 Best = dict[int, list[tuple[str, float]]]
@@ -92,7 +92,7 @@ def _score(one: Node) -> Cell:
     return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
 
 
-def _densities(name: str, found: Found) -> list[Block]:
+def _densities(name: str, found: Found) -> list[Part]:
     """Draw the densities of the first of this run's own replacements that has some."""
     for replacement, probed in found:
         shown = [(label, one) for label, one in probed["classes"].items() if one.get("density")]

@@ -1,6 +1,6 @@
 """What a unit makes the model write when it is pushed."""
 
-from mxd.report.blocks import Block, Cell, Column, Samples, Section, Table, number
+from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, number
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 
@@ -15,19 +15,19 @@ def section(run: Run) -> Section | None:
     found = run.results("steering")
     if not found:
         return None
-    blocks: list[Block] = []
+    parts: list[Part] = []
     if judged := [(r, result) for r, result in found if _judge(result)]:
-        blocks.append(_table(judged))
+        parts.append(_table(judged))
     for replacement, result in run.usual(found):
         if unsteered := result.get("unsteered"):
-            blocks.append(_samples(f"{replacement.label}: not steered", unsteered))
+            parts.append(_samples(f"{replacement.label}: not steered", unsteered))
         for unit, steered in list(result["units"].items())[:UNITS]:
             title = f"{replacement.label}: unit {unit}, λ = {steered['scale'].number():g}{_said(steered)}"
-            blocks.append(_samples(title, steered["samples"]))
+            parts.append(_samples(title, steered["samples"]))
     first = found[0][1]
     judge = f"Judged by {_judge(first)}, from 0 to 1." if _judge(first) else "No judge was asked."
     lead = "A unit's output is added, λ times as strong as its own, while the model continues "
-    return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", blocks)
+    return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", parts)
 
 
 def _judge(result: Node) -> str:

@@ -1,6 +1,6 @@
 """What the units are made of: the rank of their weights, and which of them lead on template prompts."""
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number
+from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, number
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 
@@ -10,12 +10,12 @@ def section(run: Run) -> Section | None:
     found = run.results("structure")
     if not found:
         return None
-    blocks: list[Block] = [_ranks(found)]
+    parts: list[Part] = [_ranks(found)]
     leading = [(r, n) for r, n in run.usual(found) if n.get("leading")]
     if leading:
-        blocks.append(_leading(leading))
+        parts.append(_leading(leading))
     lead = "How much of its possible rank each unit's weight uses, and whether one unit leads everywhere."
-    return Section("structure", "Structure", lead, blocks)
+    return Section("structure", "Structure", lead, parts)
 
 
 def _ranks(found: Found) -> Table:

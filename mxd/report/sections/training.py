@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mxd.report.blocks import Block, Figure, Section, slots
+from mxd.report.parts import Figure, Part, Section, slots
 from mxd.report.run import Run
 from mxd.report.svg import Axis, Line, Point, lines
 
@@ -32,9 +32,9 @@ def section(run: Run) -> Section | None:
         "Normalized MSE of the training batches; lower is better. Each point is the mean since the one before it in "
         "metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
     )
-    blocks: list[Block] = [Figure(title, panels, list(keys.values()))]
+    parts: list[Part] = [Figure(title, panels, list(keys.values()))]
     lead = f"{len(known)} replacements, trained side by side on one stream of activations: {end:,.0f} tokens."
-    return Section("training", "Training", lead, blocks)
+    return Section("training", "Training", lead, parts)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

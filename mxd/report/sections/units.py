@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mxd.report.blocks import Block, Browser, Cell, Column, Figure, Section, Table, number, slots
+from mxd.report.parts import Browser, Cell, Column, Figure, Part, Section, Table, number, slots
 from mxd.report.run import Found, Replacement, Run
 from mxd.report.sections.probing import Best, best_probes
 from mxd.report.source import Node
@@ -29,9 +29,9 @@ def section(run: Run) -> Section | None:
         return None
     tokens = max(result["tokens"].number() for _, result in found)
     lead = f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six bands of strength for each unit."
-    blocks: list[Block] = [_histograms(found), _table(found)]
+    parts: list[Part] = [_histograms(found), _table(found)]
     browser = _browser(found, best_probes(run))
-    return Section("units", "Units", lead, [*blocks, browser])
+    return Section("units", "Units", lead, [*parts, browser])
 
 
 def _histograms(found: Found) -> Figure:

@@ -1,4 +1,4 @@
-"""What a report is made of. Sections build blocks out of results; the page and its Markdown twin show them."""
+"""What a report is made of: sections, and the parts that they build out of results; the page and its twin show them."""
 
 import math
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A piece of a continuation: the same as the base model's, only in it, or only in the spliced model's."""
 
     how: Literal["same", "removed", "added"]
@@ -122,8 +122,8 @@ class Diff:
 
     prompt: str
     base: str
-    rows: Sequence[tuple[str, Sequence[Part], str]]
-    """Label, parts, source."""
+    rows: Sequence[tuple[str, Sequence[Piece], str]]
+    """Label, pieces, source."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Browser:
     note: str
 
 
-Block = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
+Part = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Section:
     id: str
     title: str
     lead: str = ""
-    blocks: list[Block] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def number(node: Node | None, form: str) -> Cell:
