@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
 
+from mxd.metrics import Metric
 from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
@@ -182,6 +183,16 @@ def number(node: Node | None, form: str) -> Cell:
         return Cell(NOTHING)
     value = node.number()
     return Cell(form.format(value) if math.isfinite(value) else NOTHING, node.source)
+
+
+def column(metric: Metric) -> Column:
+    """Return the head of a column that shows a metric."""
+    return Column(metric.title, metric.note, metric.better)
+
+
+def measured(result: Node, metric: Metric) -> Cell:
+    """Return a metric of a result as a cell; a dash where it was not measured."""
+    return number(result.follow(metric.key), metric.form)
 
 
 def with_error(cell: Cell, error: Node | None) -> Cell:

@@ -40,6 +40,13 @@ class Node:
         place = str(key).replace("~", "~0").replace("/", "~1")
         return Node(self.value[key], self.file, f"{self.pointer}/{place}")
 
+    def follow(self, path: str) -> "Node | None":
+        """Return what stands at the end of a path, names divided by dots; ``None`` where nothing does."""
+        found: Node | None = self
+        for name in path.split("."):
+            found = found.get(name) if found is not None else None
+        return found
+
     def items(self) -> Iterator[tuple[str, "Node"]]:
         """Yield the entries of an object."""
         if not isinstance(self.value, dict):

@@ -3,7 +3,22 @@
 import difflib
 from collections.abc import Iterator, Sequence
 
-from mxd.report.parts import Cell, Column, Diff, Diffs, Figure, Part, Piece, Section, Table, number, slots
+from mxd.metrics import AGREED, AGREED_SE, MATCH
+from mxd.report.parts import (
+    Cell,
+    Column,
+    Diff,
+    Diffs,
+    Figure,
+    Part,
+    Piece,
+    Section,
+    Table,
+    column,
+    measured,
+    number,
+    slots,
+)
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
@@ -36,7 +51,7 @@ def _curves(found: Found) -> Figure:
     for place in places:
         drawn = [Line(keys[r.line], _points(n), False, True) for r, n in found if (r.budget, r.where) == place]
         title = ", ".join(filter(None, place)) or "other splices"
-        axes = Axis("first n tokens", ticks=ticks), Axis("share identical", low=0.0, high=1.0, percent=True)
+        axes = Axis("first n tokens", ticks=ticks), Axis(MATCH.label, low=0.0, high=1.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
         "Share of prompts whose continuations agree in the first n tokens; higher is better. Bands are 95% Wilson "
@@ -46,20 +61,19 @@ def _curves(found: Found) -> Figure:
 
 
 def _points(result: Node) -> list[Point]:
-    bounds = zip(result["match"], result["match_low"].numbers(), result["match_high"].numbers(), strict=False)
+    bounds = zip(result[MATCH.key], result["match_low"].numbers(), result["match_high"].numbers(), strict=False)
     return [Point(float(n), share.number(), low, high, share.source) for n, (share, low, high) in enumerate(bounds, 1)]
 
 
 def _table(found: Found, new_tokens: int) -> Table:
     at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= new_tokens]
-    columns = [Column("splice"), *(Column(f"n = {n}", better="higher") for n in at)]
-    columns += [Column("tokens agreed", "mean number before the first difference", "higher"), Column("± s.e.")]
+    columns = [Column("splice"), *(Column(f"n = {n}", better=MATCH.better) for n in at)]
+    columns += [column(AGREED), column(AGREED_SE)]
     rows = []
     for replacement, result in found:
-        shares = [number(result["match"].get(n - 1), "{:.1%}") for n in at]
-        agreed = number(result["agreed_tokens"], "{:.1f}"), number(result.get("agreed_tokens_se"), "{:.1f}")
-        rows.append([Cell(replacement.label), *shares, *agreed])
-    return Table("Share of prompts continued identically up to n tokens.", columns, rows)
+        shares = [number(result[MATCH.key].get(n - 1), MATCH.form) for n in at]
+        rows.append([Cell(replacement.label), *shares, measured(result, AGREED), measured(result, AGREED_SE)])
+    return Table(f"{MATCH.note.capitalize()}.", columns, rows)
 
 
 def _diffs(found: Found) -> list[Part]:

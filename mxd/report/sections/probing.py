@@ -4,7 +4,22 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mxd.report.parts import NOTHING, Cell, Column, Figure, Key, Panel, Part, Section, Table, number, slots
+from mxd.metrics import F1, F1_ALWAYS, MEAN_F1, MEAN_F1_TRAIN
+from mxd.report.parts import (
+    NOTHING,
+    Cell,
+    Column,
+    Figure,
+    Key,
+    Panel,
+    Part,
+    Section,
+    Table,
+    column,
+    measured,
+    number,
+    slots,
+)
 from mxd.report.run import Found, Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
@@ -61,7 +76,7 @@ def _figure(name: str, found: Found) -> Figure:
         f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. After "
         "figures 4, 13 and 16 of the MxD paper."
     )
-    return Figure(caption, [dots(name, Axis("F1", low=0.0, high=1.0), rows)], list(keys.values()))
+    return Figure(caption, [dots(name, Axis(F1.label, low=0.0, high=1.0), rows)], list(keys.values()))
 
 
 def _table(name: str, found: Found) -> Table:
@@ -69,25 +84,24 @@ def _table(name: str, found: Found) -> Table:
     first = found[0][1]["classes"].value
     rows = []
     for replacement, probed in found:
-        cells = [number(probed.get(key), "{:.3f}") for key in ("mean_f1", "mean_f1_train_choice")]
+        cells = [measured(probed, MEAN_F1), measured(probed, MEAN_F1_TRAIN)]
         for label in labels:
             one = probed["classes"].get(label)
             cells.append(_score(one) if one else Cell(NOTHING))
         rows.append([Cell(replacement.label), *cells])
     always = [found[0][1]["classes"][label].get("f1_always") if label in first else None for label in labels]
-    rows.append(
-        [Cell("answering yes always"), Cell(NOTHING), Cell(NOTHING), *(number(one, "{:.3f}") for one in always)]
-    )
+    answers = [number(one, F1_ALWAYS.form) for one in always]
+    rows.append([Cell(F1_ALWAYS.title), Cell(NOTHING), Cell(NOTHING), *answers])
     caption = (
         f"{name}: F1, and the unit that got it. The unit is chosen by the same held-out texts, as in the paper, which "
-        "flatters; “chosen in training” is the mean F1 of units chosen by the training texts."
+        f"flatters; “{MEAN_F1_TRAIN.title}” is the {MEAN_F1_TRAIN.note}."
     )
-    columns = [Column("probe on"), Column("mean F1", better="higher"), Column("chosen in training", better="higher")]
-    return Table(caption, [*columns, *map(Column, labels)], rows)
+    columns = [Column("probe on"), column(MEAN_F1), column(MEAN_F1_TRAIN), *map(Column, labels)]
+    return Table(caption, columns, rows)
 
 
 def _score(one: Node) -> Cell:
-    cell, unit = number(one["f1"], "{:.3f}"), one.get("unit")
+    cell, unit = number(one["f1"], F1.form), one.get("unit")
     known = unit is not None and unit.value is not None
     return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
 
@@ -116,5 +130,5 @@ def _density(label: str, one: Node, keys: Sequence[Key]) -> Panel:
         heights = one["density"][side]
         points = [Point(x, h.number(), 0.0, h.number(), h.source) for x, h in zip(middles, heights, strict=False)]
         drawn.append(Line(key, points, marks=False, band=True))
-    title = f"{label}: unit {one['unit'].number():.0f}, F1 {one['f1'].number():.2f}"
+    title = f"{label}: unit {one['unit'].number():.0f}, {F1.title} {one['f1'].number():.2f}"
     return lines(title, Axis("pre-activation"), Axis("density", low=0.0), drawn)
