@@ -359,11 +359,14 @@ HIGH_RANDOM = Metric(
 
 PURGING = (THRESHOLD, PURGED, PURGED_SHARE, BY_CHANCE, LOW, HIGH, LOW_RANDOM, HIGH_RANDOM)
 
+QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITION}
+"""The tables of an evaluation, by their titles."""
+
 METRICS = {
     "evaluation": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION))),
     "generation": GENERATION,
-    "units": UNITS,
     "structure": STRUCTURE,
+    "units": UNITS,
     "probing": PROBING,
     "steering": STEERING,
     "masking": MASKING,

@@ -21,7 +21,7 @@ from mxd.common.errors import MxdError, printable
 from mxd.common.markdown import grid, literal
 from mxd.common.parsing import sayable
 from mxd.layers import ReplacementConfig
-from mxd.metrics import CE_INCREASE, DECOMPOSITION, FAITHFULNESS, FVU, KL, METRICS, NMSE, RECOVERED, Metric, explained
+from mxd.metrics import CE_INCREASE, FVU, KL, METRICS, NMSE, QUESTIONS, RECOVERED, Metric, explained
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),
@@ -371,7 +371,7 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     if not measured:
         return ["## Evaluation", "Not evaluated yet: `mxd evaluate` measures it on held-out text."]
     text = ["## Evaluation", " ".join(sorted({_caption(m) for m in measured}))]
-    for title, metrics in (("Is it faithful?", FAITHFULNESS), ("Does it decompose?", DECOMPOSITION)):
+    for title, metrics in QUESTIONS.items():
         header = ["layer", *(metric.title for metric in metrics)]
         text += [f"**{title}**", grid([header, *(_row(m, metrics) for m in members)]), explained(metrics)]
     if figure:

@@ -16,6 +16,7 @@ from full_run import EVIL, fill, replacements
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
 from mxd.report.page import build_sections, write_report
+from mxd.report.replacements import usual
 from mxd.report.run import KINDS, read_run
 from mxd.report.sections import faithfulness, masking, similarity, units
 from mxd.report.sections.generation import pieces
@@ -252,7 +253,7 @@ def test_the_frontier_draws_the_numbers_of_the_file(run):
 
 def test_of_several_k_units_are_shown_at_the_one_nearest_to_32(tmp_path):
     run = read_run(fill(tmp_path / "k", ks=(4, 64, 100)))
-    assert {r.k for r, _ in run.usual(run.results("generation"))} == {64}
+    assert {r.k for r, _ in usual(run.results("generation"))} == {64}
     assert len(run.results("generation")) == 9
 
 

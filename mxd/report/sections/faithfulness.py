@@ -17,7 +17,8 @@ from mxd.metrics import (
     Metric,
 )
 from mxd.report.parts import Cell, Column, Figure, Part, Section, Table, column, number, slots, with_error
-from mxd.report.run import Found, Replacement, Run
+from mxd.report.replacements import Replacement, Results
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
@@ -58,7 +59,7 @@ def section(run: Run) -> Section | None:
     return Section("faithfulness", "Faithfulness", lead, parts)
 
 
-def _ablated(found: Found) -> str:
+def _ablated(found: Results) -> str:
     said = {}
     for replacement, result in found:
         if replacement.layer is not None and result.get("ce_zero") is not None:
@@ -74,7 +75,7 @@ def _value(result: Node, key: str) -> Node | None:
     return next((value for node in nodes if (value := node.follow(key)) is not None), None)
 
 
-def _single(found: Found) -> Found:
+def _single(found: Results) -> Results:
     return [(r, node) for r, node in found if r.layer is not None]
 
 
@@ -90,7 +91,7 @@ def _point(result: Node, x: float, metric: Metric) -> Point:
     return Point(x, value, value - half, value + half, node.source)
 
 
-def _panels(found: Found, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
+def _panels(found: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
     """Draw the metrics of ``DRAWN`` against something, one line for each method and variant."""
     keys = slots([replacement.line for replacement, _ in found])
     panels = []
@@ -112,7 +113,7 @@ def _axis(label: str, drawn: Sequence[Line]) -> Axis:
     return Axis(label, low=min(0.0, *values))
 
 
-def _frontier(found: Found) -> list[Part]:
+def _frontier(found: Results) -> list[Part]:
     figures = []
     blocks = {r.layer for r, _ in _single(found)}
     for layer in sorted(blocks, key=lambda each: each or 0):
@@ -130,7 +131,7 @@ def _frontier(found: Found) -> list[Part]:
     return list(figures)
 
 
-def _by_activity(found: Found) -> list[Part]:
+def _by_activity(found: Results) -> list[Part]:
     """After figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
     single = _single(found)
     if all(r.k for r, _ in single):
@@ -143,7 +144,7 @@ def _by_activity(found: Found) -> list[Part]:
     return [figure] if figure else []
 
 
-def _by_rank(found: Found, structure: Found) -> list[Part]:
+def _by_rank(found: Results, structure: Results) -> list[Part]:
     """After figure 12 of the paper: what the experts' rank costs, at one K."""
     ranks = {r.name: _number(node.get(NORMALIZED_RANK.key)) for r, node in structure}
     known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
@@ -162,7 +163,7 @@ def _by_rank(found: Found, structure: Found) -> list[Part]:
     return [figure] if figure else []
 
 
-def _variants(found: Found) -> list[Part]:
+def _variants(found: Results) -> list[Part]:
     """After figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
     places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
     panels = []
@@ -180,7 +181,7 @@ def _variants(found: Found) -> list[Part]:
     return [Figure(title, panels)] if panels else []
 
 
-def _table(found: Found, caption: str, metrics: Sequence[Metric]) -> Table:
+def _table(found: Results, caption: str, metrics: Sequence[Metric]) -> Table:
     rows = []
     for replacement, result in found:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)

@@ -19,7 +19,8 @@ from mxd.report.parts import (
     number,
     slots,
 )
-from mxd.report.run import Found, Run
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
 
@@ -38,11 +39,11 @@ def section(run: Run) -> Section | None:
         f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
         "replacement spliced in. One early difference changes everything after it."
     )
-    parts: list[Part] = [_curves(found), _table(found, new_tokens), *_diffs(run.usual(found))]
+    parts: list[Part] = [_curves(found), _table(found, new_tokens), *_diffs(usual(found))]
     return Section("generation", "Generation", lead, parts)
 
 
-def _curves(found: Found) -> Figure:
+def _curves(found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     places = dict.fromkeys((r.budget, r.where) for r, _ in found)
     new_tokens = max(int(result["new_tokens"].number()) for _, result in found)
@@ -65,7 +66,7 @@ def _points(result: Node) -> list[Point]:
     return [Point(float(n), share.number(), low, high, share.source) for n, (share, low, high) in enumerate(bounds, 1)]
 
 
-def _table(found: Found, new_tokens: int) -> Table:
+def _table(found: Results, new_tokens: int) -> Table:
     at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= new_tokens]
     columns = [Column("splice"), *(Column(f"n = {n}", better=MATCH.better) for n in at)]
     columns += [column(AGREED), column(AGREED_SE)]
@@ -76,7 +77,7 @@ def _table(found: Found, new_tokens: int) -> Table:
     return Table(f"{MATCH.note.capitalize()}.", columns, rows)
 
 
-def _diffs(found: Found) -> list[Part]:
+def _diffs(found: Results) -> list[Part]:
     """Show the first prompts; where there are several K, of each method the one nearest to the paper's 32."""
     examples = [(r, example) for r, n in found for example in list(n["examples"])[:PROMPTS]]
     prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)

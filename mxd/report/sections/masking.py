@@ -5,7 +5,8 @@ from itertools import zip_longest
 
 from mxd.metrics import BY_CHANCE, HIGH, MASKING, OWN, PURGED, PURGED_SHARE, PURGING, THRESHOLD
 from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured, number, with_error
-from mxd.report.run import Found, Replacement, Run
+from mxd.report.replacements import Replacement, Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 
 
@@ -14,9 +15,9 @@ def section(run: Run) -> Section | None:
     masked, purged = run.results("masking"), run.results("purging")
     if not masked and not purged:
         return None
-    parts: list[Part] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
+    parts: list[Part] = [_matrix(replacement, result) for replacement, result in usual(masked)]
     parts += [_means(masked)] if masked else []
-    parts += [_purged(purged), _followers(run.usual(purged))] if purged else []
+    parts += [_purged(purged), _followers(usual(purged))] if purged else []
     lead = (
         "Units are switched off, and the change of the loss is measured (nats per token; after Monet, sections 5.1 and "
         "5.3). Specialised units cost much on their own domain and little elsewhere."
@@ -45,13 +46,13 @@ def _change(cell: Node, largest: float, own: bool) -> Cell:
     return Cell(OWN.form.format(value), cell.source, round(9 * value / largest), own)
 
 
-def _means(found: Found) -> Table:
+def _means(found: Results) -> Table:
     rows = [[Cell(r.label), *(measured(result, metric) for metric in MASKING)] for r, result in found]
     caption = "Mean change of the loss over domains, and with as many units drawn at random."
     return Table(caption, [Column("splice"), *map(column, MASKING)], rows)
 
 
-def _purged(found: Found) -> Table:
+def _purged(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         for i, threshold in enumerate(result["thresholds"]):
@@ -68,7 +69,7 @@ def _purged(found: Found) -> Table:
     return Table(caption, [Column("splice"), *map(column, PURGING)], rows, legend=True)
 
 
-def _followers(found: Found) -> Table:
+def _followers(found: Results) -> Table:
     named = [[_follower(one) for one in result["leading"]] for _, result in found]
     empty = Cell(NOTHING)
     rows = [[Cell(str(place)), *cells] for place, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]

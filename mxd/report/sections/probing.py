@@ -20,7 +20,8 @@ from mxd.report.parts import (
     number,
     slots,
 )
-from mxd.report.run import Found, Run
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
@@ -36,7 +37,7 @@ def section(run: Run) -> Section | None:
     parts: list[Part] = []
     for name in dict.fromkeys(name for _, result in found for name, _ in result.items()):
         here = [(r, result[name]) for r, result in found if result.get(name)]
-        parts += [_figure(name, run.usual(here)), _table(name, here), *_densities(name, run.usual(here))]
+        parts += [_figure(name, usual(here)), _table(name, here), *_densities(name, usual(here))]
     lead = (
         "A logistic regression on one unit's pre-activation at a time, one class against the rest, held-out F1 of the "
         "best of the 100 units whose means differ most. Baselines: the same probe on other units."
@@ -61,11 +62,11 @@ def best_probes(run: Run) -> dict[str, Best]:
     return best
 
 
-def _labels(found: Found) -> list[str]:
+def _labels(found: Results) -> list[str]:
     return list(dict.fromkeys(label for _, probed in found for label, _ in probed["classes"].items()))
 
 
-def _figure(name: str, found: Found) -> Figure:
+def _figure(name: str, found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     rows = []
     for label in _labels(found):
@@ -79,7 +80,7 @@ def _figure(name: str, found: Found) -> Figure:
     return Figure(caption, [dots(name, Axis(F1.label, low=0.0, high=1.0), rows)], list(keys.values()))
 
 
-def _table(name: str, found: Found) -> Table:
+def _table(name: str, found: Results) -> Table:
     labels = _labels(found)
     first = found[0][1]["classes"].value
     rows = []
@@ -106,7 +107,7 @@ def _score(one: Node) -> Cell:
     return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
 
 
-def _densities(name: str, found: Found) -> list[Part]:
+def _densities(name: str, found: Results) -> list[Part]:
     """Draw the densities of the first of this run's own replacements that has some."""
     for replacement, probed in found:
         shown = [(label, one) for label, one in probed["classes"].items() if one.get("density")]

@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.report.parts import NOTHING, Cell, Column, Part, Picture, Pictures, Section, Table
+from mxd.report.replacements import usual
 from mxd.report.run import Run
 from mxd.report.source import Node
 
@@ -21,7 +22,7 @@ PAIRS = 5
 def section(run: Run) -> Section | None:
     """Return maps of similarity; ``None`` where firing rates were not measured."""
     pictures, rows = [], []
-    for replacement, result in run.usual(run.results("units")):
+    for replacement, result in usual(run.results("units")):
         if replacement.path is None:
             continue
         units = busiest(result["rates"])

@@ -2,7 +2,8 @@
 
 from mxd.metrics import COHERENCE, FLUENCY, STEERING
 from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, column, measured, number
-from mxd.report.run import Found, Run
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 
 UNITS = 12
@@ -19,7 +20,7 @@ def section(run: Run) -> Section | None:
     parts: list[Part] = []
     if judged := [(r, result) for r, result in found if _judge(result)]:
         parts.append(_table(judged))
-    for replacement, result in run.usual(found):
+    for replacement, result in usual(found):
         if unsteered := result.get("unsteered"):
             parts.append(_samples(f"{replacement.label}: not steered", unsteered))
         for unit, steered in list(result["units"].items())[:UNITS]:
@@ -48,7 +49,7 @@ def _said(steered: Node) -> str:
     return f" ({told})" if steered.get(COHERENCE.key) else ""
 
 
-def _table(found: Found) -> Table:
+def _table(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         units = Cell(f"{sum(1 for _ in result['units'].items())}", f"{result.source}/units")

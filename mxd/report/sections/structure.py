@@ -2,7 +2,8 @@
 
 from mxd.metrics import LEADER, LEADERS, NORMALIZED_RANK, RANKED
 from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured
-from mxd.report.run import Found, Run
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 
 
@@ -12,14 +13,14 @@ def section(run: Run) -> Section | None:
     if not found:
         return None
     parts: list[Part] = [_ranks(found)]
-    leading = [(r, n) for r, n in run.usual(found) if n.get("leading")]
+    leading = [(r, n) for r, n in usual(found) if n.get("leading")]
     if leading:
         parts.append(_leading(leading))
     lead = "How much of its possible rank each unit's weight uses, and whether one unit leads everywhere."
     return Section("structure", "Structure", lead, parts)
 
 
-def _ranks(found: Found) -> Table:
+def _ranks(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         units = [row["units"][0]["unit"].number() for row in result.get("leading") or ()]
@@ -33,7 +34,7 @@ def _ranks(found: Found) -> Table:
     return Table("Rank of the units' weights, and how many different units lead on the prompts.", columns, rows, True)
 
 
-def _leading(found: Found) -> Table:
+def _leading(found: Results) -> Table:
     named = [{row["prompt"].text(): row["units"] for row in result["leading"]} for _, result in found]
     prompts = dict.fromkeys(prompt for units in named for prompt in units)
     rows = [[Cell(prompt), *(_leaders(units.get(prompt)) for units in named)] for prompt in prompts]

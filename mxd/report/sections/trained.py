@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mxd.report.parts import Cell, Column, Facts, Part, Section, Source, Table, Text
-from mxd.report.run import Layer, Run, place
+from mxd.report.replacements import Layer
+from mxd.report.run import Run
 
 COLUMNS = ("layer", "method", "block", "sparsity", "units", "parameters", "tokens trained", "seed")
 
@@ -57,7 +58,7 @@ def _table(run: Run) -> Table:
 
 
 def _ordered(run: Run) -> list[Layer]:
-    return sorted(run.layers, key=lambda layer: place(run.replacements[layer.name]))
+    return sorted(run.layers, key=lambda layer: run.replacements[layer.name].order)
 
 
 def _text(layer: Layer) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from mxd.metrics import DEAD_UNITS, DEAD_UNITS_SHARE, RATE, SHARED_UNITS
 from mxd.report.parts import Browser, Cell, Column, Figure, Part, Section, Table, column, measured, slots
-from mxd.report.run import Found, Replacement, Run
+from mxd.report.replacements import Replacement, Results
+from mxd.report.run import Run
 from mxd.report.sections.probing import Best, best_probes
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
@@ -35,7 +36,7 @@ def section(run: Run) -> Section | None:
     return Section("units", "Units", lead, [*parts, browser])
 
 
-def _histograms(found: Found) -> Figure:
+def _histograms(found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     places = dict.fromkeys((r.budget, r.where) for r, _ in found)
     panels = []
@@ -62,7 +63,7 @@ def _steps(histogram: Node, units: int) -> list[Point]:
     return [*points, Point(edges[-1], 0.0)]
 
 
-def _table(found: Found) -> Table:
+def _table(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         shared = [f"{each['unit'].number():.0f} ({each['rate'].number():.0%})" for each in result["shared"]]
@@ -81,7 +82,7 @@ def _table(found: Found) -> Table:
     return Table("Dead and shared units.", columns, rows)
 
 
-def _browser(found: Found, probes: dict[str, Best]) -> Browser:
+def _browser(found: Results, probes: dict[str, Best]) -> Browser:
     vocabulary: dict[str, int] = {}
     share = BUDGET // len(found), LISTED // len(found)
     sets = [_browsed(r, result, probes.get(r.name, {}), vocabulary, *share) for r, result in found]
