@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from mxd.common.errors import MxdError, printable
 from mxd.common.markdown import grid, literal
-from mxd.common.parsing import sayable
+from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
 from mxd.metrics import CE_INCREASE, FVU, KL, METRICS, NMSE, QUESTIONS, RECOVERED, Metric, explained
 
@@ -244,7 +244,7 @@ def _card(text: Iterable[str], members: Sequence[Member], license: str | None, t
         model_name=title if results else None,
         eval_results=results or None,
     )
-    return printable(sayable(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"))
+    return printable(without_surrogates(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"))
 
 
 def _tags(members: Sequence[Member]) -> list[str]:

@@ -5,7 +5,8 @@ from importlib import resources
 from pathlib import Path
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import file_sha256, parse_json, read_text
+from mxd.common.files import file_sha256, read_text
+from mxd.common.parsing import parse_json
 
 
 def bundled_path(name: str) -> Path:

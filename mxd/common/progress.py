@@ -12,7 +12,6 @@ from rich.text import Text
 
 from mxd.common.errors import printable
 
-
 WIDTH = 160
 """Columns of text where no terminal is known."""
 

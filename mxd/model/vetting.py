@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from mxd.common.parsing import parse_json, read_text, regular
+from mxd.common.files import read_text, regular
+from mxd.common.parsing import parse_json
 from mxd.model.gguf_header import GGUFHeader
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")

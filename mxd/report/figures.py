@@ -6,7 +6,7 @@ from typing import Any
 
 from mxd.common.errors import printable
 from mxd.common.files import atomic_file
-from mxd.common.parsing import sayable
+from mxd.common.parsing import without_surrogates
 from mxd.metrics import CE_INCREASE, NMSE
 from mxd.report.source import Node
 
@@ -74,4 +74,4 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
 
 def _literal(text: str) -> str:
     """Return a text that matplotlib shows as it is, not as a formula."""
-    return printable(sayable(text)).replace("$", r"\$")
+    return printable(without_surrogates(text)).replace("$", r"\$")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import parse_json, read_text
+from mxd.common.files import read_text
+from mxd.common.parsing import parse_json
 
 
 @dataclass(frozen=True)

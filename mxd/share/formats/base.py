@@ -20,7 +20,8 @@ from torch import Tensor
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
-from mxd.common.parsing import parse_json, parse_yaml, read_text, regular
+from mxd.common.files import read_text, regular
+from mxd.common.parsing import parse_json, parse_yaml
 from mxd.layers import Code, ReplacementConfig
 from mxd.layers.sparsity import AnySparsity
 from mxd.layers.transcoder import Transcoder, TranscoderConfig
