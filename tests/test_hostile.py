@@ -540,7 +540,7 @@ def test_a_short_fuzz_finds_nothing(tmp_path):
 
 def test_the_fuzz_finds_what_is_there(tmp_path):
     """With a hole made on purpose: a loader that runs pickles."""
-    sitecustomize = "import mxd.artifacts.checkpoint as c, pickle\nold = c.read_json\n"
+    sitecustomize = "import mxd.artifacts.folders as c, pickle\nold = c.read_json\n"
     sitecustomize += "def hole(path):\n    data = path.read_bytes()\n"
     sitecustomize += "    return pickle.loads(data) if data[:1] == b'\\x80' else old(path)\nc.read_json = hole\n"
     command = (
