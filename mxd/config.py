@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml, read_text
+from mxd.common.files import read_text
+from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml
 from mxd.layers import LAYERS, AnyReplacement, Start
 from mxd.layers.sizing import Match
 from mxd.questions import EvaluationConfig, Section

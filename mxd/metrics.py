@@ -1,4 +1,4 @@
-"""What is measured of a splice: the name, form, direction and meaning of every number, for tables, cards and pages."""
+"""Every number in results: key, name, unit, form, direction and meaning, for tables, cards, pages and docs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,18 +10,34 @@ AROUND = "around_special"
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a splice, or of the layer that it splices in."""
+    """One number of a result."""
 
     key: str
-    """Where it stands in ``evaluation.json``: names divided by dots, of a result or of one of its layers."""
+    """Where it stands in its file: names divided by dots, of a result or of one of its layers."""
     title: str
     """What columns are called."""
     form: str
     """How it is printed."""
     says: str
-    """One sentence on what it is."""
+    """What it is."""
     better: Literal["lower", "higher", ""] = ""
     """Which is better, where one is."""
+    unit: Literal["nats", "share", "units", "tokens", ""] = ""
+    """What it counts; nothing for a plain number."""
+    name: str = ""
+    """What it is called where there is room, if not as columns are."""
+    error: str = ""
+    """Where its standard error stands."""
+
+    @property
+    def label(self) -> str:
+        """What an axis is called, or a number by itself."""
+        return (self.name or self.title) + (", nats" if self.unit == "nats" else "")
+
+    @property
+    def note(self) -> str:
+        """One sentence on what it is."""
+        return self.says + (", in nats" if self.unit == "nats" else "")
 
     def of(self, result: Mapping[str, Any]) -> float | None:
         """Return its value: a result's own, or the mean over its layers; ``None`` where it has none."""
@@ -46,29 +62,55 @@ def _at(values: Mapping[str, Any], path: str) -> float | None:
     return found
 
 
+# evaluation.json: is it faithful?
+
 NMSE = Metric(
     "normalized_mse",
     "NMSE",
     "{:.4f}",
     "the training loss on held-out tokens, mean of ||y - y^||² / (||y|| d)",
     "lower",
+    name="normalized MSE",
 )
-FVU = Metric("fvu", "FVU", "{:.3f}", "share of the output's variance that is not explained", "lower")
-CE = Metric("ce_spliced", "CE", "{:.4f}", "next-token loss with the replacement at every position, in nats", "lower")
+FVU = Metric(
+    "fvu",
+    "FVU",
+    "{:.3f}",
+    "share of the output's variance that is not explained",
+    "lower",
+    "share",
+    name="fraction of variance unexplained",
+)
+CE = Metric(
+    "ce_spliced",
+    "CE",
+    "{:.4f}",
+    "next-token loss with the replacement at every position",
+    "lower",
+    "nats",
+    name="cross-entropy",
+    error="ce_spliced_se",
+)
 CE_INCREASE = Metric(
     "ce_increase",
     "CE increase",
     "{:+.4f}",
-    "what the replacement, at every position, adds to the next-token loss, in nats",
+    "what the replacement, at every position, adds to the next-token loss",
     "lower",
+    "nats",
+    name="cross-entropy increase",
+    error="ce_increase_se",
 )
-CE_INCREASE_SE = Metric("ce_increase_se", "± s.e.", "{:.4f}", "standard error of the CE increase, over contexts")
+CE_INCREASE_SE = Metric(
+    "ce_increase_se", "± s.e.", "{:.4f}", "standard error of the CE increase, over contexts", unit="nats"
+)
 AROUND_SPECIAL = Metric(
     f"{AROUND}.ce_increase",
     "around special",
     "{:+.4f}",
     "CE increase over the same targets if the base MLP goes on answering at special tokens, and so at attention sinks",
     "lower",
+    "nats",
 )
 RECOVERED = Metric(
     "loss_recovered",
@@ -76,18 +118,40 @@ RECOVERED = Metric(
     "{:.1%}",
     "share of the loss from zero-ablating the MLP that is won back; n/a where that loss is within two standard errors",
     "higher",
+    "share",
+    name="loss recovered",
 )
-KL = Metric("kl", "KL", "{:.4f}", "mean KL divergence from the base model's predictions, in nats", "lower")
-TOP1 = Metric("top1_agreement", "top-1", "{:.1%}", "positions whose most probable token is unchanged", "higher")
-L0 = Metric("l0", "L0", "{:.1f}", "units active for a token")
-DEAD = Metric("dead_share", "dead", "{:.0%}", "units never active on the held-out tokens", "lower")
+KL = Metric(
+    "kl",
+    "KL",
+    "{:.4f}",
+    "mean KL divergence from the base model's predictions",
+    "lower",
+    "nats",
+    name="KL to the base model",
+    error="kl_se",
+)
+TOP1 = Metric(
+    "top1_agreement", "top-1", "{:.1%}", "positions whose most probable token is unchanged", "higher", "share"
+)
+
+FAITHFULNESS = (NMSE, FVU, CE, CE_INCREASE, CE_INCREASE_SE, AROUND_SPECIAL, RECOVERED, KL, TOP1)
+"""Is it faithful?"""
+
+# evaluation.json: does it decompose?
+
+L0 = Metric("l0", "L0", "{:.1f}", "units active for a token", unit="units")
+DEAD = Metric("dead_share", "dead", "{:.0%}", "units never active on the held-out tokens", "lower", "share")
 ROUTED = Metric(
     "routed_share",
     "routed",
     "{:.2f}",
     "energy that routing adds over the output's: 0 for a dense MLP in disguise, about 1 for a transcoder; may exceed 1",
+    unit="share",
 )
-SHARED = Metric("shared_share", "shared", "{:.3f}", "energy left when only the most frequently active unit is kept")
+SHARED = Metric(
+    "shared_share", "shared", "{:.3f}", "energy left when only the most frequently active unit is kept", unit="share"
+)
 MEAN_GATE = Metric("nmse_mean_gate", "mean gate", "{:.4f}", "NMSE when every token gets the mean gate")
 FIXED = Metric(
     "nmse_fixed_directions",
@@ -97,16 +161,27 @@ FIXED = Metric(
     "also for one in disguise",
 )
 GATE = Metric(
-    "gate_share", "gate", "{:.2f}", "share of the output's energy from gates alone, all that a transcoder has"
+    "gate_share",
+    "gate",
+    "{:.2f}",
+    "share of the output's energy from gates alone, all that a transcoder has",
+    unit="share",
 )
-DENSE = Metric("dense_share", "dense", "{:.2f}", "share from directions under the mean gate, all that a dense MLP has")
+DENSE = Metric(
+    "dense_share",
+    "dense",
+    "{:.2f}",
+    "share from directions under the mean gate, all that a dense MLP has",
+    unit="share",
+)
 INTERACTION = Metric(
     "interaction_share",
     "interaction",
     "{:.3f}",
     "share from gates and directions that change together, what only a mixture of decoders has",
+    unit="share",
 )
-SKIP = Metric("skip_share", "skip", "{:.2f}", "share that is added whatever the units do")
+SKIP = Metric("skip_share", "skip", "{:.2f}", "share that is added whatever the units do", unit="share")
 STABLE_RANK = Metric(
     "stable_rank",
     "stable rank",
@@ -114,11 +189,13 @@ STABLE_RANK = Metric(
     "number of directions that carry the energy of a unit's weight, ||W||_F² / ||W||_2², mean over 32 units",
 )
 EFFECTIVE = Metric(
-    "effective_units", "eff. units", "{:.1f}", "number of equally active units that would be as spread as a token's"
+    "effective_units",
+    "eff. units",
+    "{:.1f}",
+    "number of equally active units that would be as spread as a token's",
+    unit="units",
 )
 
-FAITHFULNESS = (NMSE, FVU, CE, CE_INCREASE, CE_INCREASE_SE, AROUND_SPECIAL, RECOVERED, KL, TOP1)
-"""Is it faithful?"""
 DECOMPOSITION = (
     NMSE,
     MEAN_GATE,
@@ -136,7 +213,168 @@ DECOMPOSITION = (
 )
 """Does it decompose?"""
 
+# generation.json
+
+MATCH = Metric(
+    "match", "share identical", "{:.1%}", "share of prompts continued identically up to n tokens", "higher", "share"
+)
+AGREED = Metric(
+    "agreed_tokens",
+    "tokens agreed",
+    "{:.1f}",
+    "mean number before the first difference",
+    "higher",
+    "tokens",
+    error="agreed_tokens_se",
+)
+AGREED_SE = Metric("agreed_tokens_se", "± s.e.", "{:.1f}", "standard error of the tokens agreed", unit="tokens")
+
+GENERATION = (MATCH, AGREED, AGREED_SE)
+
+# units.json
+
+RATE = Metric("rates", "rate", "{:.3%}", "share of the tokens at which a unit fires", unit="share", name="firing rate")
+DEAD_UNITS = Metric("dead", "dead units", "{:,.0f}", "units that never fired", "lower", "units")
+DEAD_UNITS_SHARE = Metric("dead", "dead share", "{:.1%}", "share of the units that never fired", "lower", "share")
+SHARED_UNITS = Metric(
+    "shared", "shared units", "{}", "units that fire on a large share of all tokens, with that share", unit="units"
+)
+
+UNITS = (RATE, DEAD_UNITS, DEAD_UNITS_SHARE, SHARED_UNITS)
+
+# structure.json
+
+NORMALIZED_RANK = Metric(
+    "normalized_rank",
+    "normalized rank",
+    "{:.4f}",
+    "mean rank of a unit's weight over the largest possible; 1 is full rank",
+)
+RANKED = Metric("experts", "ranked units", "{:,.0f}", "units whose rank was computed", unit="units")
+LEADER = Metric(
+    "leader.share",
+    "leads",
+    "{:.1%}",
+    "share of tokens led by the unit that leads most often, with its number: near 100%, it is shared",
+    unit="share",
+)
+LEADERS = Metric(
+    "leading", "leaders", "{}", "distinct units that lead, of so many prompts: one alone is shared", unit="units"
+)
+
+STRUCTURE = (NORMALIZED_RANK, RANKED, LEADER, LEADERS)
+
+# probing.json, for each set
+
+MEAN_F1 = Metric(
+    "mean_f1",
+    "mean F1",
+    "{:.3f}",
+    "mean over the classes of the held-out F1 of the unit that tells each best there",
+    "higher",
+)
+MEAN_F1_TRAIN = Metric(
+    "mean_f1_train_choice", "chosen in training", "{:.3f}", "mean F1 of units chosen by the training texts", "higher"
+)
+F1 = Metric("classes.*.f1", "F1", "{:.3f}", "held-out F1 of the unit that tells a class best", "higher")
+F1_ALWAYS = Metric(
+    "classes.*.f1_always", "answering yes always", "{:.3f}", "F1 of saying of every text that it is of the class"
+)
+
+PROBING = (MEAN_F1, MEAN_F1_TRAIN, F1, F1_ALWAYS)
+
+# steering.json
+
+COHERENCE = Metric("coherence", "coherence", "{:.3f}", "mean over units: do the samples share a concept?", "higher")
+FLUENCY = Metric("fluency", "fluency", "{:.3f}", "mean over units: are they grammatical?", "higher")
+ASKED = Metric("asked", "asked", "{:.0f}", "questions to the judge")
+FAILURES = Metric("failures", "failures", "{:.0f}", "answers that could not be read; they count in no mean", "lower")
+DISAGREEMENTS = Metric(
+    "disagreements", "disagreements", "{:.0f}", "units on which the judge's answers differ much", "lower", "units"
+)
+
+STEERING = (COHERENCE, FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
+
+# masking.json
+
+OWN = Metric("target", "own domain", "{:+.4f}", "mean change on the masked domain itself", "higher", "nats")
+OTHERS = Metric("others", "others", "{:+.4f}", "mean change on the other domains", "lower", "nats")
+OWN_RANDOM = Metric(
+    "control_target", "own, random", "{:+.4f}", "change on it with as many units drawn at random", unit="nats"
+)
+OTHERS_RANDOM = Metric(
+    "control_others", "others, random", "{:+.4f}", "change on the others with as many drawn at random", unit="nats"
+)
+
+MASKING = (OWN, OTHERS, OWN_RANDOM, OTHERS_RANDOM)
+
+# purging.json, for each threshold
+
+THRESHOLD = Metric(
+    "thresholds", "correlation", "{:g}", "units whose coefficient correlates with the score at least so much are masked"
+)
+PURGED = Metric("units", "units", "{:,.0f}", "how many those are", unit="units")
+PURGED_SHARE = Metric("share", "share", "{:.1%}", "of all units", unit="share")
+BY_CHANCE = Metric(
+    "removed",
+    "by chance",
+    "{:,.0f}",
+    "units that correlate as much but not beyond chance; they are not masked",
+    unit="units",
+)
+LOW = Metric(
+    "changes.*.0",
+    "low scores",
+    "{:+.4f}",
+    "change of the loss on texts with scores up to the mean",
+    "lower",
+    "nats",
+    error="changes_se.*.0",
+)
+HIGH = Metric(
+    "changes.*.1",
+    "high scores",
+    "{:+.4f}",
+    "change of the loss on texts with scores above it",
+    "higher",
+    "nats",
+    error="changes_se.*.1",
+)
+LOW_RANDOM = Metric(
+    "control.*.0",
+    "low, random",
+    "{:+.4f}",
+    "change on low scores with as many units drawn at random",
+    unit="nats",
+    error="control_se.*.0",
+)
+HIGH_RANDOM = Metric(
+    "control.*.1",
+    "high, random",
+    "{:+.4f}",
+    "change on high scores with as many drawn at random",
+    unit="nats",
+    error="control_se.*.1",
+)
+
+PURGING = (THRESHOLD, PURGED, PURGED_SHARE, BY_CHANCE, LOW, HIGH, LOW_RANDOM, HIGH_RANDOM)
+
+QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITION}
+"""The tables of an evaluation, by their titles."""
+
+METRICS = {
+    "evaluation": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION))),
+    "generation": GENERATION,
+    "structure": STRUCTURE,
+    "units": UNITS,
+    "probing": PROBING,
+    "steering": STEERING,
+    "masking": MASKING,
+    "purging": PURGING,
+}
+"""Every number that people are shown, by the file that holds it."""
+
 
 def explained(metrics: Iterable[Metric]) -> str:
     """Return the sentences on some metrics as one line of Markdown."""
-    return "; ".join(f"*{metric.title}*: {metric.says}" for metric in metrics) + "."
+    return "; ".join(f"*{metric.title}*: {metric.note}" for metric in metrics) + "."

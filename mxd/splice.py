@@ -18,7 +18,8 @@ from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
-from mxd.model import FrozenModel, wrap
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import wrap
 
 Replacement = nn.Module | Trained
 """A layer, any module that maps one tensor to one tensor, or a layer with its provenance."""

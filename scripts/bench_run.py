@@ -29,7 +29,8 @@ from mxd.config import RunConfig, parse_config
 from mxd.data.activations import Batch
 from mxd.data.text import documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.ops import sparse
 from mxd.planning.memory import plan_layers
 from mxd.training.source import activation_stream, cache_activations

@@ -29,7 +29,8 @@ from mxd.common.progress import progress
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_blocks
 from mxd.evaluation.faithfulness import Reconstruction
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import proposals_pay
 from mxd.planning.memory import plan_layers

@@ -26,8 +26,8 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file, save_file
 
+from mxd.common.bundled import bundled_path
 from mxd.data.text import documents
-from mxd.model import bundled_path
 
 RUN: dict[str, Any] = {
     "run": "r",

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mxd.data.activations import activation_batches
 from mxd.data.text import documents, special_ids, token_blocks
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.ops.losses import normalized_mse
 
 

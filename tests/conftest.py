@@ -61,7 +61,7 @@ def tokenizer():
     """The bundled tokenizer: 4,096 tokens, BOS and EOS are token 0."""
     from transformers import AutoTokenizer
 
-    from mxd.model import bundled_path
+    from mxd.common.bundled import bundled_path
 
     return AutoTokenizer.from_pretrained(bundled_path("tiny-gpt2"))
 
@@ -75,7 +75,7 @@ def family_name(request):
 @pytest.fixture(scope="session")
 def family(family_name, build_model, tokenizer):
     """A frozen tiny random model of every family in turn; not to be changed for good."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen(build_model(family_name), tokenizer=tokenizer)
 
@@ -83,7 +83,7 @@ def family(family_name, build_model, tokenizer):
 @pytest.fixture(scope="session")
 def gpt2(build_model, tokenizer):
     """The frozen tiny random GPT-2; not to be changed for good."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen(build_model("gpt2"), tokenizer=tokenizer)
 
@@ -100,7 +100,7 @@ def bridge(family_name, build_model):
 @pytest.fixture(scope="session", params=["tiny-gpt2", "tiny-neox", "tiny-llama"])
 def trained(request):
     """The bundled, really trained models in turn; not to be changed for good."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen(request.param, device="cpu")
 
@@ -108,7 +108,7 @@ def trained(request):
 @pytest.fixture(scope="session")
 def trained_gpt2():
     """The bundled trained GPT-2; not to be changed for good."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen("tiny-gpt2", device="cpu")
 

@@ -21,7 +21,7 @@ import torch
 from mxd.common.errors import MxdError
 from mxd.common.processes import launched
 from mxd.config import parse_config
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
 
 RANK = int(os.environ.get("RANK", 0))

@@ -29,8 +29,8 @@ import mxd
 from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError, MxdWarning, printable, redact, typed
-from mxd.common.files import read_json
-from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, read_text, regular, sayable
+from mxd.common.files import read_json, read_text, regular
+from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, without_surrogates
 from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config
 from mxd.data.text import documents
@@ -343,7 +343,7 @@ def test_half_characters_in_texts_are_replaced(tmp_path, tokenizer):
     labelled = labelled_texts(tmp_path / "t.jsonl")
     tokenizer(labelled.texts)
     assert labelled.classes == ["l?0", "l?1"] and labelled.texts[0] == "word ? 0"
-    assert sayable("ünchanged 😀") == "ünchanged 😀"
+    assert without_surrogates("ünchanged 😀") == "ünchanged 😀"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".csv"])
@@ -540,7 +540,7 @@ def test_a_short_fuzz_finds_nothing(tmp_path):
 
 def test_the_fuzz_finds_what_is_there(tmp_path):
     """With a hole made on purpose: a loader that runs pickles."""
-    sitecustomize = "import mxd.artifacts.checkpoint as c, pickle\nold = c.read_json\n"
+    sitecustomize = "import mxd.artifacts.folders as c, pickle\nold = c.read_json\n"
     sitecustomize += "def hole(path):\n    data = path.read_bytes()\n"
     sitecustomize += "    return pickle.loads(data) if data[:1] == b'\\x80' else old(path)\nc.read_json = hole\n"
     command = (

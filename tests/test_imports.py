@@ -16,7 +16,6 @@ ORDER = [
     "common",
     "ops",
     "layers",
-    "vetting",
     "model",
     "metrics",
     "artifacts",

@@ -15,13 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
 from mxd.common.errors import MxdError, printable
 from mxd.common.markdown import grid, literal
-from mxd.common.parsing import sayable
+from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
-from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
+from mxd.metrics import CE_INCREASE, FVU, KL, METRICS, NMSE, QUESTIONS, RECOVERED, Metric, explained
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),
@@ -30,6 +30,15 @@ TAGS = {
     "SAE": ("sparse-autoencoder",),
 }
 """Tags that people search for; other methods go by their label."""
+
+HUB_METRICS = {
+    "cross_entropy_increase": CE_INCREASE,
+    "loss_recovered": RECOVERED,
+    "kl_divergence": KL,
+    "normalized_mse": NMSE,
+    "fraction_of_variance_unexplained": FVU,
+}
+"""What the metadata states, by the kind that the Hub files it under."""
 
 FIGURE = "frontier.png"
 UNKNOWN = "unknown"
@@ -66,6 +75,10 @@ class Origin(Protocol):
     def versions(self) -> dict[str, str]: ...  # noqa: D102
 
 
+_FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["evaluation"] if "." not in m.key}
+_Numbers: Any = create_model("_Numbers", **_FIELDS)
+
+
 class Replaced(BaseModel):
     """One layer of a measured splice."""
 
@@ -77,42 +90,23 @@ class Replaced(BaseModel):
     tokens_trained: int
 
 
-class Site(BaseModel):
-    """What was measured at one MLP."""
-
-    normalized_mse: float | None = None
-    fvu: float | None = None
-    l0: float | None = None
-    dead_share: float | None = None
-    routed_share: float | None = None
-    nmse_mean_gate: float | None = None
-    nmse_fixed_directions: float | None = None
-    gate_share: float | None = None
-    dense_share: float | None = None
-    interaction_share: float | None = None
-    skip_share: float | None = None
-    stable_rank: float | None = None
-    shared_share: float | None = None
-    effective_units: float | None = None
-
-
 class Around(BaseModel):
     """What was measured with the base MLP answering at special tokens."""
 
     ce_increase: float
 
 
-class Result(BaseModel):
+class Site(_Numbers):
+    """What was measured at one MLP."""
+
+
+class Result(_Numbers):
     """What was measured of one splice."""
 
     tokens: int
     ce_base: float
     ce_zero: float | None = None
     ce_increase: float
-    ce_increase_se: float | None = None
-    loss_recovered: float | None = None
-    kl: float | None = None
-    top1_agreement: float | None = None
     around_special: Around | None = None
     layers: dict[str, Site]
     replacements: list[Replaced]
@@ -250,7 +244,7 @@ def _card(text: Iterable[str], members: Sequence[Member], license: str | None, t
         model_name=title if results else None,
         eval_results=results or None,
     )
-    return printable(sayable(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"))
+    return printable(without_surrogates(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n"))
 
 
 def _tags(members: Sequence[Member]) -> list[str]:
@@ -262,14 +256,7 @@ def _eval_results(member: Member) -> list[EvalResult]:
     result, evaluation = member.result, member.evaluation
     if result is None or evaluation is None:
         return []
-    (site,) = result.layers.values()
-    values = {
-        ("cross_entropy_increase", "CE increase (nats per token)"): result.ce_increase,
-        ("loss_recovered", "CE recovered"): result.loss_recovered,
-        ("kl_divergence", "KL to the base model (nats)"): result.kl,
-        ("normalized_mse", "NMSE"): site.normalized_mse,
-        ("fraction_of_variance_unexplained", "FVU"): site.fvu,
-    }
+    values = {(kind, metric.label): metric.of(result.model_dump()) for kind, metric in HUB_METRICS.items()}
     source = str(evaluation.data.get("source"))
     return [
         EvalResult(
@@ -384,11 +371,11 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     if not measured:
         return ["## Evaluation", "Not evaluated yet: `mxd evaluate` measures it on held-out text."]
     text = ["## Evaluation", " ".join(sorted({_caption(m) for m in measured}))]
-    for title, metrics in (("Is it faithful?", FAITHFULNESS), ("Does it decompose?", DECOMPOSITION)):
+    for title, metrics in QUESTIONS.items():
         header = ["layer", *(metric.title for metric in metrics)]
         text += [f"**{title}**", grid([header, *(_row(m, metrics) for m in members)]), explained(metrics)]
     if figure:
-        text.append(f"![Normalized squared error and cross-entropy increase against K]({FIGURE})")
+        text.append(f"![{NMSE.name} and {CE_INCREASE.name} against K]({FIGURE})")
     return text
 
 

@@ -21,8 +21,7 @@ from mxd.artifacts.folders import FORMAT, find_layers, is_replaceable, layer_nam
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.transfer import push
 from mxd.common.errors import MxdError
-from mxd.common.files import atomic_folder, write_json
-from mxd.common.parsing import file_sha256
+from mxd.common.files import atomic_folder, file_sha256, write_json
 from mxd.layers import ReplacementLayer
 
 

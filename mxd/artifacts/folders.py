@@ -15,8 +15,7 @@ from mxd.artifacts.card import FIGURE
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, MxdWarning
-from mxd.common.files import read_json
-from mxd.common.parsing import file_sha256, regular
+from mxd.common.files import file_sha256, read_json, regular
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 1

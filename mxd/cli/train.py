@@ -129,10 +129,10 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     """
     import shutil
 
+    from mxd.common.bundled import bundled_path
     from mxd.common.files import atomic_file
     from mxd.config import dump_config, load_config
     from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
-    from mxd.model import bundled_path
     from mxd.report.figures import frontier
     from mxd.report.tables import markdown_tables
     from mxd.training.trainer import train as run_training

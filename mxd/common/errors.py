@@ -104,3 +104,13 @@ def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "")
     """
     listed = ", ".join(map(str, choices))
     return MxdError(f"unknown {kind} {got!r}; choose one of: {listed}." + (f" {remedy}" if remedy else ""))
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return an error's first line; its kind where it says nothing, two lines where the first ends with ``:``.
+
+    >>> first_line(RuntimeError("Error(s) in loading:\n  size mismatch\n  and more"))
+    'Error(s) in loading: size mismatch'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,6 +1,7 @@
-"""Files and folders that appear whole or not at all, and JSON in them."""
+"""Files: ordinary ones read, files and folders that appear whole or not at all, and JSON in them."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -8,13 +9,53 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 from uuid import uuid4
 
 from safetensors import SafetensorError
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import parse_json, read_text
+from mxd.common.parsing import parse_json
+
+
+def regular(path: Path) -> Path:
+    """Return a path that is an ordinary file, at once where a pipe would block and a device would never end.
+
+    Raises:
+        OSError: there is none, or it is something else.
+    """
+    try:
+        is_regular = S_ISREG(path.stat().st_mode)
+    except ValueError as error:  # a NUL in the name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    if not is_regular:
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+    return path
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of an ordinary file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with regular(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path, most: int | None = None) -> str:
+    """Return the text of an ordinary file of at most so many bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger, or not UTF-8.
+    """
+    with regular(path).open("rb") as file:
+        data = file.read(-1 if most is None else most + 1)
+    if most is not None and len(data) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    return data.decode("utf-8")
 
 
 @contextmanager

@@ -1,14 +1,9 @@
-"""Files that anyone may have written, as plain data: JSON and YAML that can neither fill the memory nor run anything.
+"""Texts that anyone may have written, as plain data: JSON and YAML that can neither fill the memory nor run anything.
 
-What is wrong with them is a ``ValueError`` or an ``OSError`` that says so in one line; callers add which file it was.
+What is wrong with them is a ``ValueError`` that says so in one line; callers add which file it was.
 """
 
-import errno
-import hashlib
 import json
-import os
-from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import yaml
@@ -21,45 +16,6 @@ MOST_YAML_BYTES = 400_000
 """A YAML file is read in pure Python, at some 100,000 bytes a second."""
 LARGEST = 2**63 - 1
 """Beyond it no size, count or seed makes sense to what computes with them."""
-
-
-def regular(path: Path) -> Path:
-    """Return a path that is an ordinary file, at once where a pipe would block and a device would never end.
-
-    Raises:
-        OSError: there is none, or it is something else.
-    """
-    try:
-        is_regular = S_ISREG(path.stat().st_mode)
-    except ValueError as error:  # a NUL in the name
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-    if not is_regular:
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    return path
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of an ordinary file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with regular(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_text(path: Path, most: int | None = None) -> str:
-    """Return the text of an ordinary file of at most so many bytes.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, or not UTF-8.
-    """
-    with regular(path).open("rb") as file:
-        data = file.read(-1 if most is None else most + 1)
-    if most is not None and len(data) > most:
-        raise ValueError(f"it is larger than {most:,} bytes")
-    return data.decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -173,7 +129,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def sayable(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Return a text with ``?`` for half characters (lone surrogates), which JSON can hold and no UTF-8 can."""
     try:
         text.encode("utf-8")

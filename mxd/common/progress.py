@@ -12,17 +12,20 @@ from rich.text import Text
 
 from mxd.common.errors import printable
 
+WIDTH = 160
+"""Columns of text where no terminal is known."""
+
 
 class PlainConsole(Console):
     """A console to which text is text: markup and codes of emoji stand as they are, and control characters do nothing.
 
-    Where no terminal is known, 160 columns.
+    Where no terminal is known, it is ``WIDTH`` wide.
     """
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
         if not self.is_terminal:
-            self.width = 160
+            self.width = WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text of a string, as wide as it will be shown."""

@@ -26,7 +26,7 @@ from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, Processes
 from mxd.common.stop import Stopped
 from mxd.data.text import Blocks, mask_of
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 
 T = TypeVar("T")
 

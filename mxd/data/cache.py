@@ -34,7 +34,7 @@ from mxd.common.parsing import parse_json
 from mxd.common.progress import progress
 from mxd.data.activations import Batch, Cursor, Mine
 from mxd.data.store import Location, Store, open_store, sha256
-from mxd.model import DTYPES
+from mxd.model.loading import DTYPES
 
 FORMAT = 3
 

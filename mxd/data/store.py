@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mxd.common.errors import MxdError, redact
-from mxd.common.files import atomic_file, is_partial, writing
-from mxd.common.parsing import file_sha256, regular
+from mxd.common.files import atomic_file, file_sha256, is_partial, regular, writing
 
 Location = str | Path
 """A folder of this machine, or a URL."""

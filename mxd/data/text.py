@@ -17,9 +17,10 @@ from uuid import uuid4
 import numpy as np
 from jaxtyping import Bool, Int
 
+from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError, unknown
-from mxd.common.parsing import file_sha256, parse_json, read_text, regular, sayable
-from mxd.model import bundled
+from mxd.common.files import file_sha256, read_text, regular
+from mxd.common.parsing import parse_json, without_surrogates
 
 SPLITS = ("train", "validation", "test")
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
@@ -401,7 +402,7 @@ def _text_of(row: Any, column: str, where: object) -> str:
     if not isinstance(row, dict) or column not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise MxdError(f"{where}: no text column {column!r}; it has: {have}. Set data.column.")
-    return "" if row[column] is None else sayable(str(row[column]))
+    return "" if row[column] is None else without_surrogates(str(row[column]))
 
 
 def _hub(source: str, split: str, column: str, streaming: bool, seed: int, part: str) -> Iterable[str]:

@@ -17,7 +17,8 @@ from mxd.config import DataConfig
 from mxd.data.text import Blocks, documents, token_blocks
 from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.harness import Tasks, score
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.questions import DEFAULTS
 
 

@@ -26,7 +26,7 @@ from mxd.data.text import Blocks, mask_of, special_ids
 from mxd.evaluation.account import Account
 from mxd.evaluation.structure import streamed
 from mxd.layers import ReplacementLayer
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.ops.losses import normalized_mse
 from mxd.questions import DEFAULTS
 from mxd.splice import Replacement, Where, spliced

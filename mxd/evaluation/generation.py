@@ -21,7 +21,7 @@ from mxd.common.progress import progress
 from mxd.data.text import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, GenerationConfig
 from mxd.splice import spliced
 

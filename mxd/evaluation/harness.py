@@ -11,7 +11,7 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.evaluation.faithfulness import Sets
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.splice import spliced
 
 BATCH = 8

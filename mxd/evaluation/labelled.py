@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
-from mxd.common.parsing import parse_json, regular, sayable
-from mxd.model import bundled
+from mxd.common.files import regular
+from mxd.common.parsing import parse_json, without_surrogates
 from mxd.questions import DEFAULTS
 
 BUNDLED_SETS = ("factbook", "languages", "gender")
@@ -97,8 +98,8 @@ def _checked(name: str, rows: Iterator[dict[str, Any]], text_column: str, label_
             raise MxdError(
                 f"{name}, row {number}: {label_column!r} is {label!r}; expected the name or number of a class."
             )
-        texts.append(sayable(text))
-        labels.append(sayable(str(label)))
+        texts.append(without_surrogates(text))
+        labels.append(without_surrogates(str(label)))
         if "start" in row and "end" in row:
             spans.append(_span(name, number, row["start"], row["end"], len(text)))
     if spans and len(spans) < len(texts):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
-from mxd.common.parsing import sayable
+from mxd.common.parsing import without_surrogates
 from mxd.common.progress import Advance, progress
 from mxd.data.text import head_ids, mask_of, special_ids
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
@@ -28,7 +28,7 @@ from mxd.evaluation.faithfulness import Mean, cross_entropy
 from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, PURGING
 from mxd.splice import spliced
 
@@ -298,7 +298,7 @@ def scored_texts(
                 f"{path}, row {number}: got the text {text!r} and the score {score!r}; expected a number, or a list of "
                 "them, one for each token."
             )
-        texts.append(sayable(text))
+        texts.append(without_surrogates(text))
         found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
     return texts, found
 

@@ -30,7 +30,7 @@ from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS
 from mxd.layers.gates import Gate
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
 

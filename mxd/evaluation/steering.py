@@ -34,7 +34,8 @@ from mxd.data.text import head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued, greedy
 from mxd.layers import ReplacementLayer
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.questions import DEFAULTS, SteeringConfig
 from mxd.splice import check_provenance, spliced
 

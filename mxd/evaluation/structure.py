@@ -15,7 +15,7 @@ from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data.text import Blocks, head_ids, mask_of
 from mxd.layers import Code, ReplacementLayer
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS
 from mxd.splice import check_provenance
 

@@ -19,7 +19,7 @@ from mxd.common.progress import progress
 from mxd.data.text import Blocks
 from mxd.evaluation.bands import Band, BandSamples
 from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS
 
 BINS = 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
 from mxd.common.hardware import free_disk, free_memory, resident
 from mxd.common.processes import ALONE, Processes, local_device
@@ -20,7 +21,8 @@ from mxd.data.activations import buffer_bytes
 from mxd.data.text import BUNDLED
 from mxd.layers import ReplacementConfig, size
 from mxd.layers.sparsity import TopKConfig
-from mxd.model import DTYPES, FrozenModel, bundled, outline, pick_device, wrap
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
 from mxd.ops.losses import normalize, squared_error
 from mxd.planning.layout import Division, divide

@@ -12,7 +12,7 @@ import torch
 
 from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
-from mxd.model import DTYPES
+from mxd.model.loading import DTYPES
 from mxd.planning.layout import divide
 from mxd.planning.memory import Plan, Work
 

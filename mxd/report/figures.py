@@ -6,7 +6,8 @@ from typing import Any
 
 from mxd.common.errors import printable
 from mxd.common.files import atomic_file
-from mxd.common.parsing import sayable
+from mxd.common.parsing import without_surrogates
+from mxd.metrics import CE_INCREASE, NMSE
 from mxd.report.source import Node
 
 STYLES = {
@@ -40,8 +41,8 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         if len(list(result["replacements"])) > 1 or what["k"].value is None:
             continue
         layer = str(what["layer"].value)
-        nmse = result["layers"][layer]["normalized_mse"].number()
-        point = (what["k"].number(), nmse, result["ce_increase"].number(), result["ce_increase_se"].number())
+        nmse = result["layers"][layer][NMSE.key].number()
+        point = (what["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
         lines.setdefault((_literal(what["method"].text()), layer), []).append(point)
     several = len({layer for _, layer in lines}) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
@@ -52,7 +53,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         style = {"color": color, "marker": marker, "label": f"{method}, layer {layer}" if several else method}
         left.plot(ks, errors, **style)
         right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
-    for axes, title in ((left, "normalized MSE"), (right, "cross-entropy increase (nats per token)")):
+    for axes, title in ((left, NMSE.label), (right, CE_INCREASE.label)):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({p[0] for points in lines.values() for p in points}), minor=False)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -73,4 +74,4 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
 
 def _literal(text: str) -> str:
     """Return a text that matplotlib shows as it is, not as a formula."""
-    return printable(sayable(text)).replace("$", r"\$")
+    return printable(without_surrogates(text)).replace("$", r"\$")

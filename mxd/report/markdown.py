@@ -3,13 +3,13 @@
 from functools import singledispatch
 
 from mxd.common.markdown import grid, literal
-from mxd.report.blocks import (
-    Block,
+from mxd.report.parts import (
     Browser,
     Cell,
     Diffs,
     Facts,
     Figure,
+    Part,
     Pictures,
     Samples,
     Section,
@@ -24,75 +24,75 @@ ARROWS = {"": "", "lower": " ↓", "higher": " ↑"}
 
 def markdown(run: Run, title: str, sections: list[Section], page: str) -> str:
     """Return the report of a run; ``page`` is the file that shows its figures."""
-    parts = [f"# {literal(title)}", f"Figures and the unit browser: [{literal(page)}]({page.replace(' ', '%20')})."]
+    texts = [f"# {literal(title)}", f"Figures and the unit browser: [{literal(page)}]({page.replace(' ', '%20')})."]
     for section in sections:
-        parts += [f"## {literal(section.title)}", literal(section.lead)]
-        parts += [said for block in section.blocks if (said := told(block))]
+        texts += [f"## {literal(section.title)}", literal(section.lead)]
+        texts += [said for part in section.parts if (said := told(part))]
     missing = f" Not measured: {', '.join(run.missing)}." if run.missing else ""
     rows = [["file", "bytes", "SHA-256"], *([literal(f.name), f"{f.size:,}", f"`{f.sha256}`"] for f in run.files)]
-    return "\n\n".join([*parts, "## Files", f"What the numbers were read from.{missing}", grid(rows)]) + "\n"
+    return "\n\n".join([*texts, "## Files", f"What the numbers were read from.{missing}", grid(rows)]) + "\n"
 
 
 @singledispatch
-def told(block: Block) -> str:
-    """Return a block as Markdown."""
-    raise TypeError(f"no Markdown for {type(block).__name__}")
+def told(part: Part) -> str:
+    """Return a part as Markdown."""
+    raise TypeError(f"no Markdown for {type(part).__name__}")
 
 
 @told.register
-def _(block: Table) -> str:
-    head = [f"{literal(column.title)}{ARROWS[column.better]}" for column in block.columns]
-    body = [[_cell(cell) for cell in row] for row in block.rows]
-    notes = [f"*{literal(c.title)}*: {literal(c.note)}" for c in block.columns if c.note] if block.legend else []
-    return "\n\n".join([grid([head, *body]), literal(block.caption), *(["; ".join(notes) + "."] if notes else [])])
+def _(part: Table) -> str:
+    head = [f"{literal(column.title)}{ARROWS[column.better]}" for column in part.columns]
+    body = [[_cell(cell) for cell in row] for row in part.rows]
+    notes = [f"*{literal(c.title)}*: {literal(c.note)}" for c in part.columns if c.note] if part.legend else []
+    return "\n\n".join([grid([head, *body]), literal(part.caption), *(["; ".join(notes) + "."] if notes else [])])
 
 
 @told.register
-def _(block: Figure) -> str:
-    return "\n".join([f"Figure. {literal(block.caption)}\n", *(f"- {literal(panel.alt)}" for panel in block.panels)])
+def _(part: Figure) -> str:
+    return "\n".join([f"Figure. {literal(part.caption)}\n", *(f"- {literal(panel.alt)}" for panel in part.panels)])
 
 
 @told.register
-def _(block: Pictures) -> str:
-    return "\n".join(f"- {literal(picture.alt)}." for picture in block.pictures)
+def _(part: Pictures) -> str:
+    return "\n".join(f"- {literal(picture.alt)}." for picture in part.pictures)
 
 
 @told.register
-def _(block: Facts) -> str:
-    return "\n".join(f"- {literal(term)}: {literal(cell.text)}" for term, cell in block.facts)
+def _(part: Facts) -> str:
+    return "\n".join(f"- {literal(term)}: {literal(cell.text)}" for term, cell in part.facts)
 
 
 @told.register
-def _(block: Text) -> str:
-    return literal(block.text)
+def _(part: Text) -> str:
+    return literal(part.text)
 
 
 @told.register
-def _(block: Diffs) -> str:
-    said = [literal(block.caption) + " Here: ~~left out~~, **written instead**."]
+def _(part: Diffs) -> str:
+    said = [literal(part.caption) + " Here: ~~left out~~, **written instead**."]
     marks = {"same": "", "removed": "~~", "added": "**"}
-    for diff in block.diffs:
+    for diff in part.diffs:
         rows = [f"- {literal(diff.prompt)} … {literal(diff.base)}"]
-        for label, parts, _ in diff.rows:
-            shown = (f"{marks[p.how]}{literal(p.text)}{marks[p.how]}" for p in parts if p.text.strip())
+        for label, pieces, _ in diff.rows:
+            shown = (f"{marks[p.how]}{literal(p.text)}{marks[p.how]}" for p in pieces if p.text.strip())
             rows.append(f"  - {literal(label)}: {' '.join(shown)}")
         said.append("\n".join(rows))
     return "\n\n".join(said)
 
 
 @told.register
-def _(block: Samples) -> str:
-    return "\n".join([f"{literal(block.title)}:\n", *(f"- {literal(text)}" for text in block.texts)])
+def _(part: Samples) -> str:
+    return "\n".join([f"{literal(part.title)}:\n", *(f"- {literal(text)}" for text in part.texts)])
 
 
 @told.register
-def _(block: Source) -> str:
+def _(part: Source) -> str:
     return ""
 
 
 @told.register
-def _(block: Browser) -> str:
-    units = sum(len(each["units"]) for each in block.data["sets"])
+def _(part: Browser) -> str:
+    units = sum(len(each["units"]) for each in part.data["sets"])
     return f"The page shows contexts of {units:,} units; units.json holds them."
 
 

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError, printable
 from mxd.common.files import whole_file
-from mxd.report.blocks import Section
 from mxd.report.markdown import markdown
+from mxd.report.parts import Section
 from mxd.report.run import Run, read_run
 from mxd.report.sections import (
     faithfulness,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import parse_json, read_text
+from mxd.common.files import read_text
+from mxd.common.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class Node:
             return None
         place = str(key).replace("~", "~0").replace("/", "~1")
         return Node(self.value[key], self.file, f"{self.pointer}/{place}")
+
+    def follow(self, path: str) -> "Node | None":
+        """Return what stands at the end of a path, names divided by dots; ``None`` where nothing does."""
+        found: Node | None = self
+        for name in path.split("."):
+            found = found.get(name) if found is not None else None
+        return found
 
     def items(self) -> Iterator[tuple[str, "Node"]]:
         """Yield the entries of an object."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from mxd.report.blocks import Key, Panel
+from mxd.report.parts import Key, Panel
 
 WIDTH, HEIGHT = 340.0, 244.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 40.0

@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from mxd.common.markdown import grid
-from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric, explained
+from mxd.common.progress import WIDTH
+from mxd.metrics import DECOMPOSITION, FAITHFULNESS, QUESTIONS, Metric, explained
 
-TITLES = ("Is it faithful?", "Does it decompose?")
 HEAD = ("method", "layer", "sparsity")
 
 
@@ -17,7 +17,7 @@ def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
 
     Several layers spliced at once give averages over layers.
     """
-    results = sorted(evaluation["results"].items(), key=_place)
+    results = sorted(evaluation["results"].items(), key=_order)
     faithful = [
         [*_head(name, result), f"{_params(result):,}", *_cells(result, FAITHFULNESS)] for name, result in results
     ]
@@ -43,15 +43,16 @@ def _cells(result: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
     return [metric.shown(result) for metric in metrics]
 
 
-def _place(item: tuple[str, Any]) -> tuple[int, str, int]:
+def _order(item: tuple[str, Any]) -> tuple[int, str, int]:
     first = item[1]["replacements"][0]
     return first["layer"], first["method"], first["k"] or 0
 
 
-def terminal_tables(evaluation: Mapping[str, Any], width: int = 160) -> list[Table]:
+def terminal_tables(evaluation: Mapping[str, Any], width: int = WIDTH) -> list[Table]:
     """Return an evaluation as rich tables for so many columns of text; one that is wider goes on in others below."""
     found = []
-    for title, rows in zip((caption(evaluation), TITLES[1]), tables(evaluation), strict=True):
+    titles = caption(evaluation), *list(QUESTIONS)[1:]
+    for title, rows in zip(titles, tables(evaluation), strict=True):
         for i, chosen in enumerate(_fitting(rows, width)):
             table = Table(title=None if i else title, title_justify="left")
             for column in chosen:
@@ -77,7 +78,7 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
 def markdown_tables(evaluation: Mapping[str, Any]) -> str:
     """Return the same tables in Markdown, with what their columns mean."""
     parts = [caption(evaluation)]
-    for title, rows, metrics in zip(TITLES, tables(evaluation), (FAITHFULNESS, DECOMPOSITION), strict=True):
+    for (title, metrics), rows in zip(QUESTIONS.items(), tables(evaluation), strict=True):
         parts += [f"**{title}**", grid(rows), explained(metrics)]
     return "\n\n".join(parts) + "\n"
 

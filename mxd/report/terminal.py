@@ -6,6 +6,23 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from mxd.metrics import (
+    BY_CHANCE,
+    DEAD_UNITS,
+    DEAD_UNITS_SHARE,
+    LEADER,
+    MASKING,
+    NORMALIZED_RANK,
+    OTHERS,
+    OWN,
+    PURGED,
+    PURGED_SHARE,
+    PURGING,
+    RANKED,
+    RATE,
+    THRESHOLD,
+)
+
 
 def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
     """Yield a layer's name, a line on all its units, and for each that is shown one with its strongest context."""
@@ -13,11 +30,13 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
     shared = ", ".join(f"{one['unit']} ({one['rate']:.0%})" for one in result["shared"][:8]) or "none"
     count = len(result["rates"])
     yield Text(
-        f"{count:,} units over {result['tokens']:,} tokens; dead: {result['dead']:,} ({result['dead'] / count:.1%}); "
+        f"{count:,} units over {result['tokens']:,} tokens; {DEAD_UNITS.title}: "
+        f"{DEAD_UNITS.form.format(result['dead'])} ({DEAD_UNITS_SHARE.form.format(result['dead'] / count)}); "
         f"active at more than {result['shared_above']:.0%} of tokens: {shared}"
     )
     for unit, page in result["units"].items():
-        line = Text(f"{unit:>7}  rate {page['rate']:8.3%}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
+        rate = f"{RATE.title} {RATE.form.format(page['rate']):>8}"
+        line = Text(f"{unit:>7}  {rate}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
         if page["bands"]:
             context = page["bands"][0]["contexts"][0]
             for place, token in enumerate(context["tokens"]):
@@ -28,12 +47,12 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
 def structure_table(found: Mapping[str, Any]) -> Table:
     """Return ranks and the units that lead most often: a row for each layer."""
     table = Table(title="Structure: rank of the units' weights; units that lead", title_justify="left")
-    for title in ("layer", "normalized rank", "of units", "shape", "leads most often", "at tokens"):
+    for title in ("layer", NORMALIZED_RANK.title, RANKED.title, "shape", LEADER.title):
         table.add_column(title, justify="left" if title == "layer" else "right")
     for name, result in found["results"].items():
         leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
-        row = [f"{result['normalized_rank']:.4f}", f"{result['experts']:,}", shape, str(leader["unit"])]
-        table.add_row(name, *row, f"{leader['share']:.1%}")
+        ranks = NORMALIZED_RANK.form.format(result["normalized_rank"]), RANKED.form.format(result["experts"])
+        table.add_row(name, *ranks, shape, f"{LEADER.form.format(leader['share'])} #{leader['unit']}")
     return table
 
 
@@ -52,35 +71,35 @@ def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
 def masking_table(name: str, result: Mapping[str, Any]) -> Table:
     """Return the loss changes from masking each domain's units: on that domain, and averaged over the others."""
     title = f"{name}: change of the loss (nats per token, ± s.e.) when the units of a domain are masked"
-    columns = ("domain", "units", "loss", "on it", "on others", "at random: on it", "on others")
+    columns = ("domain", "units", "loss", *(metric.title for metric in MASKING))
     table = Table(*columns, title=title, title_justify="left")
     for row, domain in enumerate(result["domains"]):
         cells = [f"{result['units'][domain]:,}", f"{result['loss'][row]:.4f}"]
         for key in ("matrix", "control"):
             others = [change for column, change in enumerate(result[key][row]) if column != row]
             own = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
-            cells += [*own, f"{sum(others) / len(others):+.4f}"]
+            cells += [*own, OTHERS.form.format(sum(others) / len(others))]
         table.add_row(domain, *cells)
-    keys = ("target", "others", "control_target", "control_others")
-    table.add_row("mean", "", "", *(f"{result[key]:+.4f}" for key in keys))
+    table.add_row("mean", "", "", *(metric.form.format(result[metric.key]) for metric in MASKING))
     return table
 
 
 def purging_table(name: str, result: Mapping[str, Any]) -> Table:
     """Return the loss changes from purging: thresholds in rows, with how many units reach them by mere chance."""
-    mean = result["mean_score"]
-    columns = [f"{what}, score {side} {mean:g}" for what in ("change", "at random") for side in ("up to", "above")]
-    title = f"{name}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked"
-    table = Table("correlation from", "units", "share", "by chance", *columns, title=title, title_justify="left")
+    title = (
+        f"{name}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked; "
+        f"low scores: up to {result['mean_score']:g}"
+    )
+    table = Table(*(metric.title for metric in PURGING), title=title, title_justify="left")
     for row, threshold in enumerate(result["thresholds"]):
         cells = [c for key in ("changes", "control") for c in _changes(result[key][row], result[f"{key}_se"][row])]
-        counts = f"{result['units'][row]:,}", f"{result['share'][row]:.1%}", f"{result['removed'][row]:,}"
-        table.add_row(f"{threshold:g}", *counts, *cells)
+        counts = [metric.form.format(result[metric.key][row]) for metric in (PURGED, PURGED_SHARE, BY_CHANCE)]
+        table.add_row(THRESHOLD.form.format(threshold), *counts, *cells)
     return table
 
 
 def _changes(values: Sequence[float], errors: Sequence[float]) -> list[str]:
-    return [f"{value:+.4f} ± {error:.4f}" for value, error in zip(values, errors, strict=True)]
+    return [f"{OWN.form.format(value)} ± {error:.4f}" for value, error in zip(values, errors, strict=True)]
 
 
 def _visible(token: str) -> str:

@@ -18,11 +18,13 @@ from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
 from mxd.artifacts.folders import FORMAT
 from mxd.artifacts.provenance import versions
 from mxd.assets.modeling_spliced import FORWARDS
+from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError, printable, unknown
 from mxd.common.files import atomic_folder, read_json, write_json
 from mxd.layers import ReplacementLayer
 from mxd.layers.base import BOS_RADIUS
-from mxd.model import FrozenModel, bundled_path, load_frozen, wrap
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen, wrap
 from mxd.splice import Replacement, SplicedMLP, Where, spliced
 
 CODE = "modeling_spliced.py"

@@ -23,7 +23,8 @@ from mxd.data.cache import (
 )
 from mxd.data.store import Location
 from mxd.data.text import documents, special_ids, text_hash, token_blocks
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """What a stream's order is drawn from, beyond what it is of."""

@@ -20,8 +20,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.common.files import atomic_file, clear_partials, partial_name, publish, settle, write_json, writing
-from mxd.common.parsing import file_sha256, parse_json, read_text, regular
+from mxd.common.files import (
+    atomic_file,
+    clear_partials,
+    file_sha256,
+    partial_name,
+    publish,
+    read_text,
+    regular,
+    settle,
+    write_json,
+    writing,
+)
+from mxd.common.parsing import parse_json
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
 from mxd.data.activations import MOST_USELESS, Cursor

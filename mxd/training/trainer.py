@@ -33,7 +33,7 @@ from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.config import RunConfig, config_hash, dump_config, load_config, plain_config, recorded
 from mxd.data.activations import Batch, Cursor
 from mxd.layers import ReplacementLayer
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.planning.memory import as_recorded, prepare
 from mxd.training.source import BASE, activation_stream, bos_activations, load_base, masked_ids_of, origin
 from mxd.training.state import RUN_FILE, Info, State, load_state, new_run, run_of, save_state

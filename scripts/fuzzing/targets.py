@@ -59,7 +59,7 @@ class Target:
 
 def frozen() -> Any:
     """Return the bundled model that everything here belongs to."""
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     return load_frozen("tiny-gpt2", device="cpu")
 
@@ -505,13 +505,13 @@ def overrides(draw: Draw, root: Path, raw: Any) -> Load:
         st.tuples(name, texts | numbers.map(repr)).map(lambda pair: f"--{pair[0]}={pair[1]}"),
         texts,
         st.sampled_from(("[" * 5000, "{a: " * 5000, "&a [*a]", "&a [*a, *a]", "[1, 2", "!!python/name:os.system x")),
-        values.map(lambda value: yaml.safe_dump(value) if _sayable(value) else "x"),
+        values.map(lambda value: yaml.safe_dump(value) if _encodable(value) else "x"),
     )
     words = draw(st.lists(word, max_size=5))
     return lambda: dump_config(load_config(path, words))
 
 
-def _sayable(value: Any) -> bool:
+def _encodable(value: Any) -> bool:
     return "\\ud8" not in json.dumps(value)
 
 
@@ -816,7 +816,7 @@ def base_models(folder: Path) -> Any:
 
 def base_model(draw: Draw, root: Path, prepared: Any) -> Load:
     """A base model's folder or GGUF file, loaded and read with, or outlined."""
-    from mxd.model import load_frozen, outline
+    from mxd.model.loading import load_frozen, outline
 
     source, parts = prepared
     name = draw(st.sampled_from((*models.FAMILIES, "pickle", "gguf", "gguf")))

@@ -16,9 +16,9 @@ from interop.common import check, main
 
 from mxd import load_frozen, save_layer
 from mxd.artifacts.provenance import Provenance
+from mxd.common.bundled import bundled_path
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
-from mxd.model import bundled_path
 
 LIMIT = "40"
 CHOICE = """

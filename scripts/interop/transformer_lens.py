@@ -14,7 +14,12 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 import mxd
 from mxd.layers import parse_layer
 
-TESTS = ("tests/test_bridge.py", "tests/test_splice.py", "tests/test_model.py", "tests/evaluation/test_generation.py")
+TESTS = (
+    "tests/model/test_bridge.py",
+    "tests/test_splice.py",
+    "tests/model/test_model.py",
+    "tests/evaluation/test_generation.py",
+)
 
 
 def peer(work: Path) -> None:

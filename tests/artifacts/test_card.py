@@ -14,6 +14,7 @@ from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.sparsity import TopKConfig
+from mxd.metrics import AROUND_SPECIAL, METRICS
 
 COMMIT = "0123456789" * 4
 DATA = {"source": "org/text:plain@v2", "split": "train", "context": 128}
@@ -97,11 +98,24 @@ def test_evaluation_results_come_back_from_the_metadata():
     assert data.model_name == "name"
     found = {(r.metric_type, r.metric_name): r for r in data.eval_results}
     assert len(found) == 10
-    first = found["cross_entropy_increase", "CE increase (nats per token), layer3-mxd-k3"]
+    first = found["cross_entropy_increase", "cross-entropy increase, nats, layer3-mxd-k3"]
     assert (first.metric_value, first.task_type) == (0.0625, "text-generation")
     assert (first.dataset_type, first.dataset_name, first.dataset_split) == ("org/text", "org/text", "test")
-    assert found["cross_entropy_increase", "CE increase (nats per token), layer3-mxd-k4"].metric_value == 1.0625
-    assert found["normalized_mse", "NMSE, layer3-mxd-k3"].metric_value == 0.25
+    assert found["cross_entropy_increase", "cross-entropy increase, nats, layer3-mxd-k4"].metric_value == 1.0625
+    assert found["normalized_mse", "normalized MSE, layer3-mxd-k3"].metric_value == 0.25
+
+
+def test_every_number_of_an_evaluation_is_on_the_card():
+    (one,) = with_numbers(member("a"))
+    result = next(iter(one.evaluation.results.values())).model_dump()
+    values = {m: (n + 1) / 64 for n, m in enumerate(METRICS["evaluation"])}
+    result |= {m.key: value for m, value in values.items() if "." not in m.key}
+    result |= {"around_special": {"ce_increase": values[AROUND_SPECIAL]}}
+    found = Evaluation(model="org/base", data=MEASURED, results={"run/a": result})
+    card = layer_card(Member("a", one.config, one.origin, found))
+    for metric, value in values.items():
+        assert f"| {metric.form.format(value)} |" in card, metric.title
+    assert "| - |" not in card
 
 
 def test_what_is_not_a_number_is_left_out():

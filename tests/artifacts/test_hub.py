@@ -31,7 +31,7 @@ from mxd.artifacts.transfer import pull, push
 from mxd.common.errors import MxdError
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.model import outline
+from mxd.model.loading import outline
 from mxd.splice import RevisionWarning, spliced
 
 WRITER, READER = "hf_thewriter1", "hf_thereader1"

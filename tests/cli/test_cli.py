@@ -215,12 +215,14 @@ def test_demo_leaves_table_and_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = tmp_path / "demo.yaml"
-    from mxd.model import bundled_path
+    from mxd.common.bundled import bundled_path
 
     text = bundled_path("demo.yaml").read_text()
     training = CONFIG.split("\n")[-2].replace("training: {", "training: {accumulation: 1, ")
     small.write_text(text.replace("expansion: 32", "expansion: 9").split("training:")[0] + training)
-    monkeypatch.setattr("mxd.model.bundled_path", lambda name: small if name == "demo.yaml" else bundled_path(name))
+    monkeypatch.setattr(
+        "mxd.common.bundled.bundled_path", lambda name: small if name == "demo.yaml" else bundled_path(name)
+    )
     monkeypatch.setattr("mxd.cli.train.DEMO_TOKENS", 256)
     for _ in range(2):  # the second replaces the first
         code, out, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")

@@ -46,7 +46,7 @@ from mxd.data.cache import (
     write_cache,
 )
 from mxd.data.store import Store, redact
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.training.source import activation_stream, cache_activations
 from mxd.training.trainer import train
 

@@ -15,11 +15,12 @@ import pytest
 from damage import flipped
 from datasets import Dataset, load_dataset
 
+from mxd.common.bundled import bundled, bundled_path
 from mxd.common.errors import MxdError
 from mxd.data import text as data
 from mxd.data.text import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
-from mxd.model import BUNDLED, bundled, bundled_path, load_frozen, outline
+from mxd.model.loading import BUNDLED, load_frozen, outline
 
 
 class Letters:
@@ -661,7 +662,7 @@ def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
 def assets(tmp_path, monkeypatch):
     """A copy of the bundled files, in their place."""
     shutil.copytree(bundled_path(""), tmp_path / "assets")
-    monkeypatch.setattr("mxd.model.bundled_path", lambda name: tmp_path / "assets" / name)
+    monkeypatch.setattr("mxd.common.bundled.bundled_path", lambda name: tmp_path / "assets" / name)
     bundled.cache_clear()
     yield tmp_path / "assets"
     bundled.cache_clear()
@@ -711,10 +712,10 @@ def test_bundled_files_without_their_list_are_not_read(assets, text):
 
 
 def test_a_bundled_file_is_compared_once_in_a_process(assets, monkeypatch):
-    from mxd import model
+    from mxd.common import bundled as module
 
     read = []
-    monkeypatch.setattr(model, "file_sha256", lambda path, old=model.file_sha256: read.append(path) or old(path))
+    monkeypatch.setattr(module, "file_sha256", lambda path, old=module.file_sha256: read.append(path) or old(path))
     for _ in range(3):
         documents("bundled", "test")
     assert read == [assets / "text" / "test.parquet"]

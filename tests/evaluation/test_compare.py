@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 
-from mxd import model as models
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.evaluation import compare as file
 from mxd.evaluation.compare import ANSWERS, compare
+from mxd.model import loading
 from mxd.questions import EvaluationConfig, Question
 
 SMALL = {
@@ -64,8 +64,8 @@ def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
 
 def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_path, monkeypatch):
     loaded = []
-    real = models._load
-    monkeypatch.setattr(models, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
+    real = loading._load
+    monkeypatch.setattr(loading, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
     opened, really = [], file.open_checkpoints
     monkeypatch.setattr(file, "open_checkpoints", lambda *args: opened.append(args[1]) or really(*args))
     compare(run(tmp_path, ["evaluation"]))

@@ -12,7 +12,8 @@ from mxd.common.errors import MxdError
 from mxd.data.text import mask_of, special_ids
 from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
 from mxd.layers import LAYERS, size
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 
 LAYER = 2
 

@@ -25,7 +25,7 @@ from mxd.evaluation.generation import (
 )
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.questions import GenerationConfig
 from mxd.splice import spliced
 

@@ -9,9 +9,9 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
+from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
 from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
-from mxd.model import bundled_path
 
 ROWS = [("one, and\ntwo", "yes"), ('"quoted"', "no"), ("three", "yes")]
 

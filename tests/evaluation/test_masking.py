@@ -118,7 +118,7 @@ def test_the_base_mlp_still_answers_at_masked_tokens(gpt2, ids):
 
 
 def test_a_mask_for_good_and_its_gradients(build_model, ids):
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     model = load_frozen(build_model("gpt2"))
     layer = layer_for(model, 1)

@@ -28,7 +28,7 @@ from mxd.evaluation.probing import (
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.questions import ProbingConfig, checked
 
 SHARED = " of the world in a year and more than half by law"

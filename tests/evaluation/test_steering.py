@@ -29,7 +29,7 @@ from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.questions import SteeringConfig, checked
 
 LAYER = 1

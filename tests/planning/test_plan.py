@@ -14,7 +14,7 @@ from mxd.common import hardware
 from mxd.common.errors import MxdError
 from mxd.common.hardware import _group_limits, copy_speed, free_disk, product_speed
 from mxd.layers import LAYERS, MLPShape, size
-from mxd.model import load_frozen, outline
+from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
 from mxd.planning.memory import as_recorded, check_memory, peak, plan_run, prepare

@@ -16,9 +16,10 @@ from full_run import EVIL, fill, replacements
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
 from mxd.report.page import build_sections, write_report
+from mxd.report.replacements import usual
 from mxd.report.run import KINDS, read_run
 from mxd.report.sections import faithfulness, masking, similarity, units
-from mxd.report.sections.generation import parts
+from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 
 
@@ -168,7 +169,7 @@ def test_the_units_that_lead_at_a_prompt_stand_with_strength_and_rate(run, page)
 
 
 def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run):
-    _, changes, followers = masking.section(read_run(run)).blocks[-3:]
+    _, changes, followers = masking.section(read_run(run)).parts[-3:]
     assert "mean 0.25" in changes.caption and len(changes.rows) == 12
     texts = [[cell.text for cell in row] for row in changes.rows]
     control = ["+0.0625 ± 0.0100", "+0.0625 ± 0.0200"]
@@ -228,7 +229,7 @@ def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
     assert said["layer1-mxd-randomk32"] == "MxD (random k, relu)"
     assert said["layer1-cp-mumoe-r2-k32"] == "CP-muMoE (rank 2)"
     assert said["layer1-tc-k32"] == "TC"
-    captions = [block.caption for block in faithfulness.section(run).blocks]
+    captions = [block.caption for block in faithfulness.section(run).parts]
     for figure in ("After figures 10 and 3", "After figure 18", "After figure 19", "After figure 12"):
         assert any(figure in caption for caption in captions), figure
 
@@ -242,7 +243,7 @@ def test_figures_are_after_the_papers_and_not_as_they_are(run):
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):
-    figure = faithfulness.section(read_run(run)).blocks[0]
+    figure = faithfulness.section(read_run(run)).parts[0]
     assert [key.label for key in figure.keys] == ["MxD", "TC", "CP-muMoE"]
     assert "normalized MSE against K. MxD: 0.01 at 8, 0.0025 at 32; TC: 0.005 at 8" in figure.panels[0].alt
     ends = {n: 0.01 * (n + 1) for n in range(6)}
@@ -252,7 +253,7 @@ def test_the_frontier_draws_the_numbers_of_the_file(run):
 
 def test_of_several_k_units_are_shown_at_the_one_nearest_to_32(tmp_path):
     run = read_run(fill(tmp_path / "k", ks=(4, 64, 100)))
-    assert {r.k for r, _ in run.usual(run.results("generation"))} == {64}
+    assert {r.k for r, _ in usual(run.results("generation"))} == {64}
     assert len(run.results("generation")) == 9
 
 
@@ -260,7 +261,7 @@ def test_a_diff_gives_back_both_texts():
     rng = np.random.default_rng(0)
     for _ in range(50):
         base, spliced = ([f" w{n}" for n in rng.integers(0, 4, 12)] for _ in range(2))
-        found = list(parts(base, spliced))
+        found = list(pieces(base, spliced))
         assert "".join(p.text for p in found if p.how != "added") == "".join(base)
         assert "".join(p.text for p in found if p.how != "removed") == "".join(spliced)
 
@@ -276,7 +277,7 @@ def test_similarity_is_the_cosine_of_the_busiest_units_gate_rows(run):
     assert sorted(order) == list(range(5)) and order[:2] == [0, 3]
     rates = [0.5, 0.0, 0.9, 0.1]
     assert similarity.busiest(Node(rates, "units.json")) == [2, 0, 3]
-    assert len(similarity.section(read_run(run)).blocks[0].pictures) == 3
+    assert len(similarity.section(read_run(run)).parts[0].pictures) == 3
 
 
 def test_results_without_layers_make_a_report_and_layers_without_results_do(run, tmp_path):
@@ -298,7 +299,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     result |= {"layers": {"1": result["layers"]["1"], "2": result["layers"]["1"]}}
     result["replacements"] *= 2
     write_json(folder / "evaluation-together.json", document | {"results": {"together": result}})
-    shown = [b for b in faithfulness.section(read_run(folder)).blocks if b.kind == "table"]
+    shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
     assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 2
 
 

@@ -23,10 +23,11 @@ import mxd.share.export
 from mxd.artifacts.checkpoint import Trained, save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.assets.modeling_spliced import FORWARDS
+from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig
-from mxd.model import bundled_path, load_frozen
+from mxd.model.loading import load_frozen
 from mxd.share.export import export_checkpoints, export_model
 from mxd.splice import splice, spliced
 

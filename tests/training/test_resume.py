@@ -19,7 +19,7 @@ from mxd.common.errors import MxdError
 from mxd.common.parsing import differences
 from mxd.common.stop import Interrupted
 from mxd.config import RunConfig, config_hash, dump_config, load_config, parse_config
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
 from mxd.training.trainer import train
 

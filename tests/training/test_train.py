@@ -21,7 +21,7 @@ from mxd.common.errors import MxdError
 from mxd.config import dump_config
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.planning.memory import plan_layers
 from mxd.training.step import learning_rate, new_job
 from mxd.training.trainer import Interrupted, train

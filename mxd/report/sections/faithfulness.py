@@ -3,26 +3,36 @@
 import math
 from collections.abc import Callable, Sequence
 
-from mxd.metrics import DECOMPOSITION, FAITHFULNESS, Metric
-from mxd.report.blocks import Block, Cell, Column, Figure, Section, Table, number, slots, with_error
-from mxd.report.run import Found, Replacement, Run
+from mxd.metrics import (
+    CE_INCREASE,
+    DECOMPOSITION,
+    FAITHFULNESS,
+    FIXED,
+    KL,
+    L0,
+    NMSE,
+    NORMALIZED_RANK,
+    ROUTED,
+    SHARED,
+    Metric,
+)
+from mxd.report.parts import Cell, Column, Figure, Part, Section, Table, column, number, slots, with_error
+from mxd.report.replacements import Replacement, Results
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
 TABLES = (
     ("Is it faithful? Every splice.", FAITHFULNESS),
     (
-        "Does it decompose? A low error with “routed” near 0, or “shared” near 1, is a dense MLP in disguise; one with "
-        "“fixed” near NMSE is a transcoder, or one in disguise.",
+        f"Does it decompose? A low error with “{ROUTED.title}” near 0, or “{SHARED.title}” near 1, is a dense MLP in "
+        f"disguise; one with “{FIXED.title}” near {NMSE.title} is a transcoder, or one in disguise.",
         DECOMPOSITION,
     ),
 )
 
-FIGURES = (
-    ("normalized MSE", "normalized_mse", None),
-    ("cross-entropy increase, nats", "ce_increase", "ce_increase_se"),
-    ("KL to the base model, nats", "kl", "kl_se"),
-)
+DRAWN = (NMSE, CE_INCREASE, KL)
+"""What the figures show, a panel each."""
 
 
 def section(run: Run) -> Section | None:
@@ -30,7 +40,7 @@ def section(run: Run) -> Section | None:
     found = run.results("evaluation")
     if not found:
         return None
-    blocks: list[Block] = [
+    parts: list[Part] = [
         *_frontier(found),
         *_by_activity(found),
         *_by_rank(found, run.results("structure")),
@@ -46,10 +56,10 @@ def section(run: Run) -> Section | None:
         f"{first['tokens'].number():,.0f} held-out tokens ({text}). The base model's cross-entropy is "
         f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(found)}."
     )
-    return Section("faithfulness", "Faithfulness", lead, blocks)
+    return Section("faithfulness", "Faithfulness", lead, parts)
 
 
-def _ablated(found: Found) -> str:
+def _ablated(found: Results) -> str:
     said = {}
     for replacement, result in found:
         if replacement.layer is not None and result.get("ce_zero") is not None:
@@ -61,44 +71,37 @@ def _ablated(found: Found) -> str:
 def _value(result: Node, key: str) -> Node | None:
     """Return a metric of a splice, or of its one layer."""
     layers = [node for _, node in result["layers"].items()]
-    places = [result, *layers] if len(layers) == 1 else [result]
-    return next((node for place in places if (node := _follow(place, key)) is not None), None)
+    nodes = [result, *layers] if len(layers) == 1 else [result]
+    return next((value for node in nodes if (value := node.follow(key)) is not None), None)
 
 
-def _follow(node: Node, key: str) -> Node | None:
-    found: Node | None = node
-    for name in key.split("."):
-        found = found.get(name) if found is not None else None
-    return found
-
-
-def _single(found: Found) -> Found:
+def _single(found: Results) -> Results:
     return [(r, node) for r, node in found if r.layer is not None]
 
 
-def _point(result: Node, x: float, key: str, spread: str | None) -> Point:
-    node = _value(result, key)
+def _point(result: Node, x: float, metric: Metric) -> Point:
+    node = _value(result, metric.key)
     if node is None:
         return Point(x, math.nan)
     value = node.number()
-    error = _value(result, spread) if spread else None
+    error = _value(result, metric.error) if metric.error else None
     half = error.number() if error is not None else math.nan
     if not math.isfinite(half):
         return Point(x, value, source=node.source)
     return Point(x, value, value - half, value + half, node.source)
 
 
-def _panels(found: Found, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
-    """Draw NMSE, CE increase and KL against something, one line for each method and variant."""
+def _panels(found: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
+    """Draw the metrics of ``DRAWN`` against something, one line for each method and variant."""
     keys = slots([replacement.line for replacement, _ in found])
     panels = []
-    for label, metric, spread in FIGURES:
+    for metric in DRAWN:
         drawn = []
         for line, key in keys.items():
-            points = [_point(n, x_of(r, n), metric, spread) for r, n in found if r.line == line]
+            points = [_point(n, x_of(r, n), metric) for r, n in found if r.line == line]
             drawn.append(Line(key, sorted((p for p in points if math.isfinite(p.y)), key=lambda p: p.x)))
         if any(line.points for line in drawn):
-            panels.append(lines(label, x, _axis(label, drawn), drawn))
+            panels.append(lines(metric.label, x, _axis(metric.label, drawn), drawn))
     return Figure(title, panels, list(keys.values())) if panels else None
 
 
@@ -110,7 +113,7 @@ def _axis(label: str, drawn: Sequence[Line]) -> Axis:
     return Axis(label, low=min(0.0, *values))
 
 
-def _frontier(found: Found) -> list[Block]:
+def _frontier(found: Results) -> list[Part]:
     figures = []
     blocks = {r.layer for r, _ in _single(found)}
     for layer in sorted(blocks, key=lambda each: each or 0):
@@ -128,7 +131,7 @@ def _frontier(found: Found) -> list[Block]:
     return list(figures)
 
 
-def _by_activity(found: Found) -> list[Block]:
+def _by_activity(found: Results) -> list[Part]:
     """After figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
     single = _single(found)
     if all(r.k for r, _ in single):
@@ -137,13 +140,13 @@ def _by_activity(found: Found) -> list[Block]:
         "Sparsity by a penalty and by top-k: error against the number of units active for a token, as measured. Lower "
         "and further left is better. After figure 18 of the MxD paper, whose penalty weighs all coefficients alike."
     )
-    figure = _panels(single, lambda _, n: _number(_value(n, "l0")), Axis("L0, units active for a token"), title)
+    figure = _panels(single, lambda _, n: _number(_value(n, L0.key)), Axis(f"{L0.title}, {L0.note}"), title)
     return [figure] if figure else []
 
 
-def _by_rank(found: Found, structure: Found) -> list[Block]:
+def _by_rank(found: Results, structure: Results) -> list[Part]:
     """After figure 12 of the paper: what the experts' rank costs, at one K."""
-    ranks = {r.name: _number(node.get("normalized_rank")) for r, node in structure}
+    ranks = {r.name: _number(node.get(NORMALIZED_RANK.key)) for r, node in structure}
     known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
     seen: dict[tuple[str, int | None, int | None], set[float]] = {}
     for r, _ in known:
@@ -156,11 +159,11 @@ def _by_rank(found: Found, structure: Found) -> list[Block]:
         "What rank costs: error against the experts' mean normalized rank (structure.json). Lower is more faithful. "
         "After figure 12 of the MxD paper."
     )
-    figure = _panels(known, lambda r, _: ranks[r.name], Axis("normalized rank"), title)
+    figure = _panels(known, lambda r, _: ranks[r.name], Axis(NORMALIZED_RANK.label), title)
     return [figure] if figure else []
 
 
-def _variants(found: Found) -> list[Block]:
+def _variants(found: Results) -> list[Part]:
     """After figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
     places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
     panels = []
@@ -171,20 +174,19 @@ def _variants(found: Found) -> list[Block]:
         key = slots([method])[method]
         rows = []
         for replacement, result in here:
-            node = result["layers"][str(layer)]["normalized_mse"]
+            node = result["layers"][str(layer)][NMSE.key]
             rows.append((replacement.variant, [(key, Point(node.number(), 0.0, source=node.source))]))
-        panels.append(dots(f"{method}, block {layer}, {here[0][0].budget}", Axis("normalized MSE", low=0.0), rows))
+        panels.append(dots(f"{method}, block {layer}, {here[0][0].budget}", Axis(NMSE.label, low=0.0), rows))
     title = "Variants of one method side by side; further left is more faithful. After figure 19 of the MxD paper."
     return [Figure(title, panels)] if panels else []
 
 
-def _table(found: Found, caption: str, metrics: Sequence[Metric]) -> Table:
+def _table(found: Results, caption: str, metrics: Sequence[Metric]) -> Table:
     rows = []
     for replacement, result in found:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)
         rows.append([Cell(head), *(number(_value(result, metric.key), metric.form) for metric in metrics)])
-    columns = [Column(metric.title, metric.says, metric.better) for metric in metrics]
-    return Table(caption, [Column("splice"), *columns], rows, legend=True)
+    return Table(caption, [Column("splice"), *map(column, metrics)], rows, legend=True)
 
 
 def _together(replacement: Replacement, result: Node) -> str:
@@ -194,9 +196,9 @@ def _together(replacement: Replacement, result: Node) -> str:
     return f"{replacement.name}: {said}" if said else replacement.name
 
 
-def _tasks(run: Run) -> list[Block]:
+def _tasks(run: Run) -> list[Part]:
     """Scores of lm-eval, the base model and each splice beside it."""
-    blocks: list[Block] = []
+    parts: list[Part] = []
     for document in run.documents["evaluation"]:
         scores = document.get("lm_eval")
         if scores is None:
@@ -209,8 +211,8 @@ def _tasks(run: Run) -> list[Block]:
                 cells = [_score(column[task], metric) for column in columns.values()]
                 rows.append([Cell(f"{task}: {metric.removesuffix(',none')}"), *cells])
         caption = f"Tasks of lm-eval {scores['version'].text()}, with standard errors."
-        blocks.append(Table(caption, [Column("task"), *map(Column, columns)], rows))
-    return blocks
+        parts.append(Table(caption, [Column("task"), *map(Column, columns)], rows))
+    return parts
 
 
 def _score(metrics: Node, metric: str) -> Cell:

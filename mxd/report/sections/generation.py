@@ -3,8 +3,24 @@
 import difflib
 from collections.abc import Iterator, Sequence
 
-from mxd.report.blocks import Block, Cell, Column, Diff, Diffs, Figure, Part, Section, Table, number, slots
-from mxd.report.run import Found, Run
+from mxd.metrics import AGREED, AGREED_SE, MATCH
+from mxd.report.parts import (
+    Cell,
+    Column,
+    Diff,
+    Diffs,
+    Figure,
+    Part,
+    Piece,
+    Section,
+    Table,
+    column,
+    measured,
+    number,
+    slots,
+)
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
 
@@ -23,11 +39,11 @@ def section(run: Run) -> Section | None:
         f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
         "replacement spliced in. One early difference changes everything after it."
     )
-    blocks: list[Block] = [_curves(found), _table(found, new_tokens), *_diffs(run.usual(found))]
-    return Section("generation", "Generation", lead, blocks)
+    parts: list[Part] = [_curves(found), _table(found, new_tokens), *_diffs(usual(found))]
+    return Section("generation", "Generation", lead, parts)
 
 
-def _curves(found: Found) -> Figure:
+def _curves(found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     places = dict.fromkeys((r.budget, r.where) for r, _ in found)
     new_tokens = max(int(result["new_tokens"].number()) for _, result in found)
@@ -36,7 +52,7 @@ def _curves(found: Found) -> Figure:
     for place in places:
         drawn = [Line(keys[r.line], _points(n), False, True) for r, n in found if (r.budget, r.where) == place]
         title = ", ".join(filter(None, place)) or "other splices"
-        axes = Axis("first n tokens", ticks=ticks), Axis("share identical", low=0.0, high=1.0, percent=True)
+        axes = Axis("first n tokens", ticks=ticks), Axis(MATCH.label, low=0.0, high=1.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
         "Share of prompts whose continuations agree in the first n tokens; higher is better. Bands are 95% Wilson "
@@ -46,23 +62,22 @@ def _curves(found: Found) -> Figure:
 
 
 def _points(result: Node) -> list[Point]:
-    bounds = zip(result["match"], result["match_low"].numbers(), result["match_high"].numbers(), strict=False)
+    bounds = zip(result[MATCH.key], result["match_low"].numbers(), result["match_high"].numbers(), strict=False)
     return [Point(float(n), share.number(), low, high, share.source) for n, (share, low, high) in enumerate(bounds, 1)]
 
 
-def _table(found: Found, new_tokens: int) -> Table:
+def _table(found: Results, new_tokens: int) -> Table:
     at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= new_tokens]
-    columns = [Column("splice"), *(Column(f"n = {n}", better="higher") for n in at)]
-    columns += [Column("tokens agreed", "mean number before the first difference", "higher"), Column("± s.e.")]
+    columns = [Column("splice"), *(Column(f"n = {n}", better=MATCH.better) for n in at)]
+    columns += [column(AGREED), column(AGREED_SE)]
     rows = []
     for replacement, result in found:
-        shares = [number(result["match"].get(n - 1), "{:.1%}") for n in at]
-        agreed = number(result["agreed_tokens"], "{:.1f}"), number(result.get("agreed_tokens_se"), "{:.1f}")
-        rows.append([Cell(replacement.label), *shares, *agreed])
-    return Table("Share of prompts continued identically up to n tokens.", columns, rows)
+        shares = [number(result[MATCH.key].get(n - 1), MATCH.form) for n in at]
+        rows.append([Cell(replacement.label), *shares, measured(result, AGREED), measured(result, AGREED_SE)])
+    return Table(f"{MATCH.note.capitalize()}.", columns, rows)
 
 
-def _diffs(found: Found) -> list[Block]:
+def _diffs(found: Results) -> list[Part]:
     """Show the first prompts; where there are several K, of each method the one nearest to the paper's 32."""
     examples = [(r, example) for r, n in found for example in list(n["examples"])[:PROMPTS]]
     prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)
@@ -71,7 +86,7 @@ def _diffs(found: Found) -> list[Block]:
         here = [(r, example) for r, example in examples if tuple(example["prompt"].numbers()) == prompt]
         first = here[0][1]
         base = _tokens(first, "base")
-        rows = [(r.label, list(parts(base, _tokens(e, "spliced"))), e.source) for r, e in here]
+        rows = [(r.label, list(pieces(base, _tokens(e, "spliced"))), e.source) for r, e in here]
         text = first.get("prompt_text")
         diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
     caption = (
@@ -89,13 +104,13 @@ def _tokens(example: Node, which: str) -> list[str]:
     return [text.replace("\n", "↵") for text in told.texts()]  # on one line: continuations are compared, not read
 
 
-def parts(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Part]:
+def pieces(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Piece]:
     """Yield what two continuations share and where they differ, token by token."""
     for what, a, b, c, d in difflib.SequenceMatcher(None, base, spliced, autojunk=False).get_opcodes():
         if what == "equal":
-            yield Part("same", "".join(base[a:b]))
+            yield Piece("same", "".join(base[a:b]))
             continue
         if b > a:
-            yield Part("removed", "".join(base[a:b]))
+            yield Piece("removed", "".join(base[a:b]))
         if d > c:
-            yield Part("added", "".join(spliced[c:d]))
+            yield Piece("added", "".join(spliced[c:d]))

@@ -3,16 +3,11 @@
 import math
 from itertools import zip_longest
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number, with_error
-from mxd.report.run import Found, Replacement, Run
+from mxd.metrics import BY_CHANCE, HIGH, MASKING, OWN, PURGED, PURGED_SHARE, PURGING, THRESHOLD
+from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured, number, with_error
+from mxd.report.replacements import Replacement, Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
-
-MEANS = (
-    (Column("own domain", "mean change on the masked domain itself", "higher"), "target"),
-    (Column("others", "mean change on the other domains", "lower"), "others"),
-    (Column("own, random", "the same with as many units drawn at random"), "control_target"),
-    (Column("others, random"), "control_others"),
-)
 
 
 def section(run: Run) -> Section | None:
@@ -20,14 +15,14 @@ def section(run: Run) -> Section | None:
     masked, purged = run.results("masking"), run.results("purging")
     if not masked and not purged:
         return None
-    blocks: list[Block] = [_matrix(replacement, result) for replacement, result in run.usual(masked)]
-    blocks += [_means(masked)] if masked else []
-    blocks += [_purged(purged), _followers(run.usual(purged))] if purged else []
+    parts: list[Part] = [_matrix(replacement, result) for replacement, result in usual(masked)]
+    parts += [_means(masked)] if masked else []
+    parts += [_purged(purged), _followers(usual(purged))] if purged else []
     lead = (
         "Units are switched off, and the change of the loss is measured (nats per token; after Monet, sections 5.1 and "
         "5.3). Specialised units cost much on their own domain and little elsewhere."
     )
-    return Section("masking", "Masking", lead, blocks)
+    return Section("masking", "Masking", lead, parts)
 
 
 def _matrix(replacement: Replacement, result: Node) -> Table:
@@ -48,44 +43,33 @@ def _change(cell: Node, largest: float, own: bool) -> Cell:
     value = cell.number()
     if not math.isfinite(value):
         return Cell(NOTHING, cell.source, marked=own)
-    return Cell(f"{value:+.4f}", cell.source, round(9 * value / largest), own)
+    return Cell(OWN.form.format(value), cell.source, round(9 * value / largest), own)
 
 
-def _means(found: Found) -> Table:
-    rows = [[Cell(r.label), *(number(result.get(key), "{:+.4f}") for _, key in MEANS)] for r, result in found]
+def _means(found: Results) -> Table:
+    rows = [[Cell(r.label), *(measured(result, metric) for metric in MASKING)] for r, result in found]
     caption = "Mean change of the loss over domains, and with as many units drawn at random."
-    return Table(caption, [Column("splice"), *(column for column, _ in MEANS)], rows)
+    return Table(caption, [Column("splice"), *map(column, MASKING)], rows)
 
 
-def _purged(found: Found) -> Table:
+def _purged(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         for i, threshold in enumerate(result["thresholds"]):
-            cells = [number(threshold, "{:g}"), number(result["units"][i], "{:,.0f}")]
-            cells.append(number(result["share"][i], "{:.1%}"))
+            cells = [number(threshold, THRESHOLD.form), number(result["units"][i], PURGED.form)]
+            cells.append(number(result["share"][i], PURGED_SHARE.form))
             removed = result.get("removed")
-            cells.append(number(removed[i] if removed else None, "{:,.0f}"))
+            cells.append(number(removed[i] if removed else None, BY_CHANCE.form))
             for key in ("changes", "control"):
                 pairs = zip(result[key][i], result[f"{key}_se"][i], strict=False)
-                cells += [with_error(number(change, "{:+.4f}"), error) for change, error in pairs]
+                cells += [with_error(number(change, HIGH.form), error) for change, error in pairs]
             rows.append([Cell(replacement.label), *cells])
-    columns = [
-        Column("splice"),
-        Column("correlation", "units whose coefficient correlates with the score at least so much are masked"),
-        Column("units", "how many those are"),
-        Column("share", "of all units"),
-        Column("by chance", "units that correlate as much but not beyond chance; they are not masked"),
-        Column("low scores", "change of the loss on texts with scores up to the mean", "lower"),
-        Column("high scores", "change of the loss on texts with scores above it", "higher"),
-        Column("low, random", "the same with as many units drawn at random"),
-        Column("high, random"),
-    ]
     means = ", ".join(dict.fromkeys(f"{result['mean_score'].number():g}" for _, result in found))
     caption = f"Units that follow a score of the text (mean {means}) are masked: change of the loss ± standard error."
-    return Table(caption, columns, rows, legend=True)
+    return Table(caption, [Column("splice"), *map(column, PURGING)], rows, legend=True)
 
 
-def _followers(found: Found) -> Table:
+def _followers(found: Results) -> Table:
     named = [[_follower(one) for one in result["leading"]] for _, result in found]
     empty = Cell(NOTHING)
     rows = [[Cell(str(place)), *cells] for place, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]

@@ -4,8 +4,24 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Figure, Key, Panel, Section, Table, number, slots
-from mxd.report.run import Found, Run
+from mxd.metrics import F1, F1_ALWAYS, MEAN_F1, MEAN_F1_TRAIN
+from mxd.report.parts import (
+    NOTHING,
+    Cell,
+    Column,
+    Figure,
+    Key,
+    Panel,
+    Part,
+    Section,
+    Table,
+    column,
+    measured,
+    number,
+    slots,
+)
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, dots, lines
 
@@ -18,15 +34,15 @@ def section(run: Run) -> Section | None:
     found = run.results("probing")
     if not found:
         return None
-    blocks: list[Block] = []
+    parts: list[Part] = []
     for name in dict.fromkeys(name for _, result in found for name, _ in result.items()):
         here = [(r, result[name]) for r, result in found if result.get(name)]
-        blocks += [_figure(name, run.usual(here)), _table(name, here), *_densities(name, run.usual(here))]
+        parts += [_figure(name, usual(here)), _table(name, here), *_densities(name, usual(here))]
     lead = (
         "A logistic regression on one unit's pre-activation at a time, one class against the rest, held-out F1 of the "
         "best of the 100 units whose means differ most. Baselines: the same probe on other units."
     )
-    return Section("probing", "Sparse probing", lead, blocks)
+    return Section("probing", "Sparse probing", lead, parts)
 
 
 Best = dict[int, list[tuple[str, float]]]
@@ -46,11 +62,11 @@ def best_probes(run: Run) -> dict[str, Best]:
     return best
 
 
-def _labels(found: Found) -> list[str]:
+def _labels(found: Results) -> list[str]:
     return list(dict.fromkeys(label for _, probed in found for label, _ in probed["classes"].items()))
 
 
-def _figure(name: str, found: Found) -> Figure:
+def _figure(name: str, found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     rows = []
     for label in _labels(found):
@@ -61,38 +77,37 @@ def _figure(name: str, found: Found) -> Figure:
         f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. After "
         "figures 4, 13 and 16 of the MxD paper."
     )
-    return Figure(caption, [dots(name, Axis("F1", low=0.0, high=1.0), rows)], list(keys.values()))
+    return Figure(caption, [dots(name, Axis(F1.label, low=0.0, high=1.0), rows)], list(keys.values()))
 
 
-def _table(name: str, found: Found) -> Table:
+def _table(name: str, found: Results) -> Table:
     labels = _labels(found)
     first = found[0][1]["classes"].value
     rows = []
     for replacement, probed in found:
-        cells = [number(probed.get(key), "{:.3f}") for key in ("mean_f1", "mean_f1_train_choice")]
+        cells = [measured(probed, MEAN_F1), measured(probed, MEAN_F1_TRAIN)]
         for label in labels:
             one = probed["classes"].get(label)
             cells.append(_score(one) if one else Cell(NOTHING))
         rows.append([Cell(replacement.label), *cells])
     always = [found[0][1]["classes"][label].get("f1_always") if label in first else None for label in labels]
-    rows.append(
-        [Cell("answering yes always"), Cell(NOTHING), Cell(NOTHING), *(number(one, "{:.3f}") for one in always)]
-    )
+    answers = [number(one, F1_ALWAYS.form) for one in always]
+    rows.append([Cell(F1_ALWAYS.title), Cell(NOTHING), Cell(NOTHING), *answers])
     caption = (
         f"{name}: F1, and the unit that got it. The unit is chosen by the same held-out texts, as in the paper, which "
-        "flatters; “chosen in training” is the mean F1 of units chosen by the training texts."
+        f"flatters; “{MEAN_F1_TRAIN.title}” is the {MEAN_F1_TRAIN.note}."
     )
-    columns = [Column("probe on"), Column("mean F1", better="higher"), Column("chosen in training", better="higher")]
-    return Table(caption, [*columns, *map(Column, labels)], rows)
+    columns = [Column("probe on"), column(MEAN_F1), column(MEAN_F1_TRAIN), *map(Column, labels)]
+    return Table(caption, columns, rows)
 
 
 def _score(one: Node) -> Cell:
-    cell, unit = number(one["f1"], "{:.3f}"), one.get("unit")
+    cell, unit = number(one["f1"], F1.form), one.get("unit")
     known = unit is not None and unit.value is not None
     return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
 
 
-def _densities(name: str, found: Found) -> list[Block]:
+def _densities(name: str, found: Results) -> list[Part]:
     """Draw the densities of the first of this run's own replacements that has some."""
     for replacement, probed in found:
         shown = [(label, one) for label, one in probed["classes"].items() if one.get("density")]
@@ -116,5 +131,5 @@ def _density(label: str, one: Node, keys: Sequence[Key]) -> Panel:
         heights = one["density"][side]
         points = [Point(x, h.number(), 0.0, h.number(), h.source) for x, h in zip(middles, heights, strict=False)]
         drawn.append(Line(key, points, marks=False, band=True))
-    title = f"{label}: unit {one['unit'].number():.0f}, F1 {one['f1'].number():.2f}"
+    title = f"{label}: unit {one['unit'].number():.0f}, {F1.title} {one['f1'].number():.2f}"
     return lines(title, Axis("pre-activation"), Axis("density", low=0.0), drawn)

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 
 from mxd.artifacts.checkpoint import load_layer
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Picture, Pictures, Section, Table
+from mxd.report.parts import NOTHING, Cell, Column, Part, Picture, Pictures, Section, Table
+from mxd.report.replacements import usual
 from mxd.report.run import Run
 from mxd.report.source import Node
 
@@ -22,7 +23,7 @@ PAIRS = 5
 def section(run: Run) -> Section | None:
     """Return maps of similarity; ``None`` where firing rates were not measured."""
     pictures, rows = [], []
-    for replacement, result in run.usual(run.results("units")):
+    for replacement, result in usual(run.results("units")):
         if replacement.path is None:
             continue
         units = busiest(result["rates"])
@@ -44,7 +45,7 @@ def section(run: Run) -> Section | None:
     if not pictures:
         return None
     columns = [Column("replacement"), Column("mean |cosine|"), *(Column(f"pair {n + 1}") for n in range(PAIRS))]
-    blocks: list[Block] = [
+    parts: list[Part] = [
         Pictures("Blue: alike; red: opposed; blank: unrelated. Neighbours on a map are similar.", pictures),
         Table("The most similar pairs of the busiest units, by number.", columns, rows),
     ]
@@ -52,7 +53,7 @@ def section(run: Run) -> Section | None:
         f"Cosine similarities between the gate rows of the {UNITS} units that fire most (rates from units.json, gates "
         "from the checkpoints). Units with similar rows fire on similar inputs."
     )
-    return Section("similarity", "Similar units", lead, blocks)
+    return Section("similarity", "Similar units", lead, parts)
 
 
 def busiest(rates: Node) -> list[int]:

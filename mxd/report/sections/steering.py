@@ -1,7 +1,9 @@
 """What a unit makes the model write when it is pushed."""
 
-from mxd.report.blocks import Block, Cell, Column, Samples, Section, Table, number
-from mxd.report.run import Found, Run
+from mxd.metrics import COHERENCE, FLUENCY, STEERING
+from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, column, measured, number
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 
 UNITS = 12
@@ -15,19 +17,19 @@ def section(run: Run) -> Section | None:
     found = run.results("steering")
     if not found:
         return None
-    blocks: list[Block] = []
+    parts: list[Part] = []
     if judged := [(r, result) for r, result in found if _judge(result)]:
-        blocks.append(_table(judged))
-    for replacement, result in run.usual(found):
+        parts.append(_table(judged))
+    for replacement, result in usual(found):
         if unsteered := result.get("unsteered"):
-            blocks.append(_samples(f"{replacement.label}: not steered", unsteered))
+            parts.append(_samples(f"{replacement.label}: not steered", unsteered))
         for unit, steered in list(result["units"].items())[:UNITS]:
             title = f"{replacement.label}: unit {unit}, λ = {steered['scale'].number():g}{_said(steered)}"
-            blocks.append(_samples(title, steered["samples"]))
+            parts.append(_samples(title, steered["samples"]))
     first = found[0][1]
     judge = f"Judged by {_judge(first)}, from 0 to 1." if _judge(first) else "No judge was asked."
     lead = "A unit's output is added, λ times as strong as its own, while the model continues "
-    return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", blocks)
+    return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", parts)
 
 
 def _judge(result: Node) -> str:
@@ -42,25 +44,16 @@ def _samples(title: str, samples: Node) -> Samples:
 
 def _said(steered: Node) -> str:
     """Return what the judge said of a unit, where it said something."""
-    cells = [number(steered.get(axis), "{:.2f}") for axis in ("coherence", "fluency")]
-    return f" (coherence {cells[0].text}, fluency {cells[1].text})" if cells[0].source else ""
+    cells = {metric.title: number(steered.get(metric.key), "{:.2f}") for metric in (COHERENCE, FLUENCY)}
+    told = ", ".join(f"{title} {cell.text}" for title, cell in cells.items())
+    return f" ({told})" if steered.get(COHERENCE.key) else ""
 
 
-def _table(found: Found) -> Table:
-    axes = ("coherence", "{:.3f}"), ("fluency", "{:.3f}"), ("asked", "{:.0f}"), ("failures", "{:.0f}")
+def _table(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         units = Cell(f"{sum(1 for _ in result['units'].items())}", f"{result.source}/units")
-        numbers = [number(result.get(key), form) for key, form in (*axes, ("disagreements", "{:.0f}"))]
-        rows.append([Cell(replacement.label), units, *numbers])
-    columns = [
-        Column("replacement"),
-        Column("units", "units that were steered"),
-        Column("coherence", "mean over units: do the samples share a concept?", "higher"),
-        Column("fluency", "mean over units: are they grammatical?", "higher"),
-        Column("asked", "questions to the judge"),
-        Column("failures", "answers that could not be read; they count in no mean", "lower"),
-        Column("disagreements", "units on which the judge's answers differ much", "lower"),
-    ]
+        rows.append([Cell(replacement.label), units, *(measured(result, metric) for metric in STEERING)])
+    columns = [Column("replacement"), Column("units", "units that were steered"), *map(column, STEERING)]
     caption = "What the judge said, asked with a paraphrase of the paper's prompt. After figure 5 of the MxD paper."
     return Table(caption, columns, rows, legend=True)

@@ -1,7 +1,9 @@
 """What the units are made of: the rank of their weights, and which of them lead on template prompts."""
 
-from mxd.report.blocks import NOTHING, Block, Cell, Column, Section, Table, number
-from mxd.report.run import Found, Run
+from mxd.metrics import LEADER, LEADERS, NORMALIZED_RANK, RANKED
+from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured
+from mxd.report.replacements import Results, usual
+from mxd.report.run import Run
 from mxd.report.source import Node
 
 
@@ -10,38 +12,29 @@ def section(run: Run) -> Section | None:
     found = run.results("structure")
     if not found:
         return None
-    blocks: list[Block] = [_ranks(found)]
-    leading = [(r, n) for r, n in run.usual(found) if n.get("leading")]
+    parts: list[Part] = [_ranks(found)]
+    leading = [(r, n) for r, n in usual(found) if n.get("leading")]
     if leading:
-        blocks.append(_leading(leading))
+        parts.append(_leading(leading))
     lead = "How much of its possible rank each unit's weight uses, and whether one unit leads everywhere."
-    return Section("structure", "Structure", lead, blocks)
+    return Section("structure", "Structure", lead, parts)
 
 
-def _ranks(found: Found) -> Table:
+def _ranks(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         units = [row["units"][0]["unit"].number() for row in result.get("leading") or ()]
         distinct = f"{len(set(units))} of {len(units)}" if units else NOTHING
         source = f"{result.source}/leading" if units else ""
-        ranks = number(result.get("normalized_rank"), "{:.3f}"), number(result.get("experts"), "{:,.0f}")
-        leader = result.get("leader")
-        share = number(leader["share"], "{:.1%}") if leader else Cell(NOTHING)
-        who = Cell(f"{share.text} #{leader['unit'].number():.0f}", share.source) if leader else share
-        rows.append([Cell(replacement.label), *ranks, who, Cell(distinct, source)])
-    columns = [
-        Column("replacement"),
-        Column("normalized rank", "mean rank of a unit's weight over the largest possible; 1 is full rank"),
-        Column("units", "units whose rank was computed"),
-        Column(
-            "leads", "share of tokens led by the unit that leads most often, with its number: near 100%, it is shared"
-        ),
-        Column("leaders", "distinct units that lead, of so many prompts: one alone is shared"),
-    ]
+        ranks, leads = [measured(result, metric) for metric in (NORMALIZED_RANK, RANKED)], measured(result, LEADER)
+        if leader := result.get("leader"):
+            leads = Cell(f"{leads.text} #{leader['unit'].number():.0f}", leads.source)
+        rows.append([Cell(replacement.label), *ranks, leads, Cell(distinct, source)])
+    columns = [Column("replacement"), *map(column, (NORMALIZED_RANK, RANKED, LEADER, LEADERS))]
     return Table("Rank of the units' weights, and how many different units lead on the prompts.", columns, rows, True)
 
 
-def _leading(found: Found) -> Table:
+def _leading(found: Results) -> Table:
     named = [{row["prompt"].text(): row["units"] for row in result["leading"]} for _, result in found]
     prompts = dict.fromkeys(prompt for units in named for prompt in units)
     rows = [[Cell(prompt), *(_leaders(units.get(prompt)) for units in named)] for prompt in prompts]

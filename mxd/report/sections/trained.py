@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from mxd.report.blocks import Block, Cell, Column, Facts, Section, Source, Table, Text
-from mxd.report.run import Layer, Run, place
+from mxd.report.parts import Cell, Column, Facts, Part, Section, Source, Table, Text
+from mxd.report.replacements import Layer
+from mxd.report.run import Run
 
 COLUMNS = ("layer", "method", "block", "sparsity", "units", "parameters", "tokens trained", "seed")
 
@@ -21,11 +22,11 @@ def section(run: Run) -> Section | None:
             shared.append((term, Cell(values.pop(), f"{run.layers[0].name}/config.json#/provenance")))
         elif values:
             differing.append(term)
-    blocks: list[Block] = [Facts(shared), _table(run)]
+    parts: list[Part] = [Facts(shared), _table(run)]
     if differing:
-        blocks.append(Text(f"The layers differ in: {', '.join(differing)}; each layer's config.json says."))
+        parts.append(Text(f"The layers differ in: {', '.join(differing)}; each layer's config.json says."))
     if run.config:
-        blocks.append(Source("config.yaml, whole", run.config))
+        parts.append(Source("config.yaml, whole", run.config))
     models = sorted({layer.provenance.model for layer in run.layers})
     methods = dict.fromkeys(layer.config.label for layer in _ordered(run))
     numbers = ", ".join(map(str, sorted({layer.provenance.layer for layer in run.layers})))
@@ -34,7 +35,7 @@ def section(run: Run) -> Section | None:
         f"block {numbers} of {', '.join(models)}. The base model stays frozen; a replacement learns to give the MLP's "
         "output from its input."
     )
-    return Section("trained", "What was trained", lead, blocks)
+    return Section("trained", "What was trained", lead, parts)
 
 
 def _table(run: Run) -> Table:
@@ -57,7 +58,7 @@ def _table(run: Run) -> Table:
 
 
 def _ordered(run: Run) -> list[Layer]:
-    return sorted(run.layers, key=lambda layer: place(run.replacements[layer.name]))
+    return sorted(run.layers, key=lambda layer: run.replacements[layer.name].order)
 
 
 def _text(layer: Layer) -> str:

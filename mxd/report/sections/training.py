@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from mxd.report.blocks import Block, Figure, Section, slots
+from mxd.metrics import NMSE
+from mxd.report.parts import Figure, Part, Section, slots
 from mxd.report.run import Run
 from mxd.report.svg import Axis, Line, Point, lines
 
@@ -14,7 +15,7 @@ def section(run: Run) -> Section | None:
     """Return the training curves; ``None`` where there are no metrics."""
     series: dict[str, list[Point]] = {}
     for number, row in enumerate(run.metrics, 1):
-        point = Point(float(row["tokens"]), float(row["normalized_mse"]), source=f"metrics.jsonl line {number}")
+        point = Point(float(row["tokens"]), float(row[NMSE.key]), source=f"metrics.jsonl line {number}")
         series.setdefault(row["replacement"], []).append(point)
     known = [(run.replacement(name), thinned(points)) for name, points in series.items()]
     if not known:
@@ -26,15 +27,15 @@ def section(run: Run) -> Section | None:
     for place in places:
         here = [(r, p) for r, p in known if (r.layer or 0, r.k or 0, r.budget, r.where) == place]
         drawn = [Line(keys[replacement.line], points, marks=False) for replacement, points in here]
-        axes = Axis("tokens trained on", low=0.0, high=end), Axis("normalized MSE", "log")
+        axes = Axis("tokens trained on", low=0.0, high=end), Axis(NMSE.label, "log")
         panels.append(lines(", ".join(filter(None, place[2:])), *axes, drawn))
     title = (
-        "Normalized MSE of the training batches; lower is better. Each point is the mean since the one before it in "
-        "metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
+        f"The {NMSE.label} of the training batches; lower is better. Each point is the mean since the one before it "
+        "in metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
     )
-    blocks: list[Block] = [Figure(title, panels, list(keys.values()))]
+    parts: list[Part] = [Figure(title, panels, list(keys.values()))]
     lead = f"{len(known)} replacements, trained side by side on one stream of activations: {end:,.0f} tokens."
-    return Section("training", "Training", lead, blocks)
+    return Section("training", "Training", lead, parts)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mxd.report.blocks import Block, Browser, Cell, Column, Figure, Section, Table, number, slots
-from mxd.report.run import Found, Replacement, Run
+from mxd.metrics import DEAD_UNITS, DEAD_UNITS_SHARE, RATE, SHARED_UNITS
+from mxd.report.parts import Browser, Cell, Column, Figure, Part, Section, Table, column, measured, slots
+from mxd.report.replacements import Replacement, Results
+from mxd.report.run import Run
 from mxd.report.sections.probing import Best, best_probes
 from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
@@ -29,12 +31,12 @@ def section(run: Run) -> Section | None:
         return None
     tokens = max(result["tokens"].number() for _, result in found)
     lead = f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six bands of strength for each unit."
-    blocks: list[Block] = [_histograms(found), _table(found)]
+    parts: list[Part] = [_histograms(found), _table(found)]
     browser = _browser(found, best_probes(run))
-    return Section("units", "Units", lead, [*blocks, browser])
+    return Section("units", "Units", lead, [*parts, browser])
 
 
-def _histograms(found: Found) -> Figure:
+def _histograms(found: Results) -> Figure:
     keys = slots([replacement.line for replacement, _ in found])
     places = dict.fromkeys((r.budget, r.where) for r, _ in found)
     panels = []
@@ -42,7 +44,7 @@ def _histograms(found: Found) -> Figure:
         here = [(r, n) for r, n in found if (r.budget, r.where) == place]
         drawn = [Line(keys[r.line], _steps(n["histogram"], len(n["rates"].value)), marks=False) for r, n in here]
         title = ", ".join(filter(None, place)) or "other layers"
-        axes = Axis("log10 of the firing rate"), Axis("share of units", low=0.0, percent=True)
+        axes = Axis(f"log10 of the {RATE.label}"), Axis("share of units", low=0.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
         "How often units fire. One hump well left of 0 is a healthy balance; units near 0 fire on every token and are "
@@ -61,32 +63,26 @@ def _steps(histogram: Node, units: int) -> list[Point]:
     return [*points, Point(edges[-1], 0.0)]
 
 
-def _table(found: Found) -> Table:
+def _table(found: Results) -> Table:
     rows = []
     for replacement, result in found:
         shared = [f"{each['unit'].number():.0f} ({each['rate'].number():.0%})" for each in result["shared"]]
         units = len(result["rates"].value)
-        dead = result["dead"].number() / max(units, 1)
+        dead = result[DEAD_UNITS.key].number() / max(units, 1)
         rows.append(
             [
                 Cell(replacement.label),
                 Cell(f"{units:,}", f"{result.source}/rates"),
-                number(result["dead"], "{:,.0f}"),
-                Cell(f"{dead:.1%}", result["dead"].source),
+                measured(result, DEAD_UNITS),
+                Cell(DEAD_UNITS_SHARE.form.format(dead), result[DEAD_UNITS.key].source),
                 Cell(", ".join(shared[:5]) or "none", f"{result.source}/shared"),
             ]
         )
-    columns = [
-        Column("replacement"),
-        Column("units"),
-        Column("dead", "units that never fired", "lower"),
-        Column("dead share", better="lower"),
-        Column("shared units", "units that fire on a large share of all tokens, with that share"),
-    ]
+    columns = [Column("replacement"), Column("units"), *map(column, (DEAD_UNITS, DEAD_UNITS_SHARE, SHARED_UNITS))]
     return Table("Dead and shared units.", columns, rows)
 
 
-def _browser(found: Found, probes: dict[str, Best]) -> Browser:
+def _browser(found: Results, probes: dict[str, Best]) -> Browser:
     vocabulary: dict[str, int] = {}
     share = BUDGET // len(found), LISTED // len(found)
     sets = [_browsed(r, result, probes.get(r.name, {}), vocabulary, *share) for r, result in found]

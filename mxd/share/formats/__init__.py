@@ -22,7 +22,8 @@ from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
 from mxd.data.text import Blocks
 from mxd.layers.transcoder import Transcoder
-from mxd.model import FrozenModel, load_frozen
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
 from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
 from mxd.share.formats.base import Format, Found, Outgoing, Reads, weights_of
 from mxd.share.formats.conventions import affine, norms, shift_input

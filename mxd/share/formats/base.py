@@ -20,11 +20,12 @@ from torch import Tensor
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
-from mxd.common.parsing import parse_json, parse_yaml, read_text, regular
+from mxd.common.files import read_text, regular
+from mxd.common.parsing import parse_json, parse_yaml
 from mxd.layers import Code, ReplacementConfig
 from mxd.layers.sparsity import AnySparsity
 from mxd.layers.transcoder import Transcoder, TranscoderConfig
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 
 Reads = Literal["mlp_in", "normalized"]
 """``mlp_in``: the mlp module's input. ``normalized``: the same before the layer norm's affine part."""

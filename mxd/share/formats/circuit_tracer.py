@@ -24,7 +24,7 @@ from mxd.common.files import atomic_folder
 from mxd.layers.base import Code
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import Transcoder
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
     Found,

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 
 READERS = (
     ("encoder", "encoder_bias"),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from mxd.common.errors import MxdError, unknown
 from mxd.common.files import atomic_folder, write_json
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, ReLUL1Config
-from mxd.model import FrozenModel
+from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
     Found,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.share.formats import FORMATS, export_layers, import_layers
 
 D, N, K = 32, 40, 5

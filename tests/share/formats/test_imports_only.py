@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.share.formats import import_layers
 from mxd.share.formats.reference import CONFIG_CLASS
 from mxd.splice import spliced

@@ -9,7 +9,7 @@ import torch
 
 import mxd
 from mxd.layers import parse_layer
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.splice import splice, spliced
 
 

@@ -15,9 +15,9 @@ from torch import nn
 import mxd
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.model import load_frozen, outline
+from mxd.model.loading import load_frozen, outline
+from mxd.model.vetting import Held, bounded, check_config, measure_gguf
 from mxd.training.source import load_base
-from mxd.vetting import Held, bounded, check_config, measure_gguf
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(mxd.__file__).parents[1] / "scripts/fuzzing/models.py")
 models = importlib.util.module_from_spec(_SPEC)
@@ -229,7 +229,7 @@ def test_outlines_of_such_configs(folder, fields):
 
 
 def test_an_outline_has_bounds_of_its_own(folder, monkeypatch):
-    monkeypatch.setattr("mxd.vetting.MOST_PARTS", 1000)
+    monkeypatch.setattr("mxd.model.vetting.MOST_PARTS", 1000)
     with pytest.raises(MxdError, match="its config asks for more than 1,000 modules and tensors"):
         outline(change(folder(), n_layer=9_000))
 
@@ -270,10 +270,10 @@ def test_a_module_may_hold_what_its_weights_account_for():
 
 
 def test_weights_larger_than_the_memory_are_refused(folder, monkeypatch):
-    monkeypatch.setattr("mxd.model.free_memory", lambda device: 10_000)
+    monkeypatch.setattr("mxd.model.loading.free_memory", lambda device: 10_000)
     at = folder()
     refused(at, r"its 4,096 values need 0.0 GiB in float32, and 0.0 GiB of memory are free; choose bfloat16")
-    monkeypatch.setattr("mxd.model.free_memory", lambda device: 2 * 4_096)
+    monkeypatch.setattr("mxd.model.loading.free_memory", lambda device: 2 * 4_096)
     assert load_frozen(at, dtype="bfloat16", device="cpu").dtype == "bfloat16"
 
 
@@ -444,7 +444,7 @@ def test_gguf_files_that_are_damaged_or_promise_too_much(tmp_path, name):
 
 def test_mistakes_in_this_package_are_not_laid_on_the_model(folder, monkeypatch):
     at = folder()
-    monkeypatch.setattr("mxd.model.free_memory", None)
+    monkeypatch.setattr("mxd.model.loading.free_memory", None)
     with pytest.raises(TypeError, match="not callable"):
         load_frozen(at, device="cpu")
 

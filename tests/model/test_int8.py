@@ -8,7 +8,7 @@ from runs import small
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
-from mxd.model import load_frozen
+from mxd.model.loading import load_frozen
 from mxd.planning.memory import plan_run
 from mxd.splice import spliced
 from mxd.training.trainer import train

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
 from mxd.layers import MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
-from mxd.model import BUNDLED, FrozenModel, bundled_path, load_frozen, pick_device, wrap
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import BUNDLED, load_frozen, pick_device, wrap
 from mxd.splice import spliced
 
 SHAPES = {
@@ -455,7 +457,7 @@ def _write_gguf(gguf, module, tokenizer, path):
 
 def test_a_folder_without_tokenizer_files_is_refused(build_model, tmp_path):
     from mxd.common.errors import MxdError
-    from mxd.model import load_frozen
+    from mxd.model.loading import load_frozen
 
     build_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(MxdError, match=r"tokenizer|vocabulary"):

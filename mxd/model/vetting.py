@@ -6,7 +6,6 @@ What is wrong with them is a ``ValueError`` or an ``OSError`` that says so in on
 import math
 import mmap
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from mxd.common.parsing import parse_json, read_text, regular
+from mxd.common.files import read_text, regular
+from mxd.common.parsing import parse_json
+from mxd.model.gguf_header import GGUFHeader
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -42,7 +43,6 @@ VALUES_PER_VALUE = 8
 MOST_BUFFERS = 2**26
 """Values of buffers, such as causal masks, beyond twice the weights."""
 MOST_INDEX_BYTES = 10**8
-MOST_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -240,10 +240,6 @@ def measure(paths: list[Path]) -> Held:
     return Held(values, tensors)
 
 
-_WIDTHS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""GGUF's kinds of numbers, as struct calls them; 8 is a text, 9 a list."""
-
-
 def measure_gguf(path: Path) -> Held:
     """Count what a GGUF file holds, from its header.
 
@@ -252,77 +248,9 @@ def measure_gguf(path: Path) -> Held:
         ValueError: it is none, is cut off, or counts beyond reason.
     """
     with regular(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            return _Header(data).read()
-        except struct.error as error:
-            raise ValueError("it is cut off, or no GGUF file: its header does not end within it") from error
-
-
-class _Header:
-    """Reads what stands before the tensors of a GGUF file (versions 2 and 3)."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
-
-    def read(self) -> Held:
-        """Return the sizes of all tensors, summed up."""
-        magic, version, tensors, pairs = self.take("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r}, version {version}, expected GGUF, version 2 or 3")
-        said = {self.name(): self.value(*self.take("I")) for _ in range(pairs)}
-        check_config({name: value for name, value in said.items() if not isinstance(value, bytes)})
-        family = said.get("general.architecture")
-        if not isinstance(family, bytes):
-            raise ValueError("its header has no general.architecture")
-        sizes = [(self.name(), self.size()) for _ in range(tensors)]
-        values = sum(size for _, size in sizes)
-        if values > 8 * len(self.data):  # its smallest weights have 1.6 bits
-            raise ValueError("it is cut off: its header promises more weights than it has room for")
-        there = len({name.split(".")[1] for name, _ in sizes if name.startswith("blk.")})
-        counted = said.get(f"{family.decode('utf-8', 'replace')}.block_count", 0)
-        if counted != there or not there:  # transformers would take its usual number, and search for each in all
-            raise ValueError(f"its header counts {counted!r} blocks, its tensors belong to {there}")
-        return Held(values, tensors)
-
-    def size(self) -> int:
-        """Return the number of values of the next tensor."""
-        (rank,) = self.take("I")
-        if rank > MOST_RANK:
-            raise ValueError(f"its header gives a tensor {rank:,} dimensions, expected at most {MOST_RANK}")
-        size = math.prod(self.take(f"{rank}Q"))
-        self.take("IQ")  # its kind, and where it begins
-        return size
-
-    def name(self) -> str:
-        """Return the next name."""
-        return self.text().decode("utf-8", "replace")
-
-    def take(self, form: str) -> tuple[Any, ...]:
-        """Return the next numbers."""
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
-        self.at += struct.calcsize(f"<{form}")
-        return found
-
-    def text(self) -> bytes:
-        """Return the next text."""
-        (length,) = self.take("Q")
-        return self.take(f"{length}s")[0]
-
-    def value(self, kind: int) -> int | float | bytes | None:
-        """Return the next value; ``None`` for a list, which is passed over."""
-        if kind in _WIDTHS:
-            return self.take(_WIDTHS[kind])[0]
-        if kind == 8:
-            return self.text()
-        inner, count = self.take("IQ")
-        if kind != 9 or inner not in (8, *_WIDTHS):
-            raise ValueError(f"its header holds a value of kind {kind} ({inner}), which GGUF does not have")
-        if inner == 8:
-            for _ in range(count):
-                self.text()
-        else:
-            self.take(f"{count * struct.calcsize(_WIDTHS[inner])}s")
-        return None
+        header = GGUFHeader(data)
+        check_config({name: value for name, value in header.settings.items() if not isinstance(value, bytes)})
+        return Held(*header.weights())
 
 
 # How much is built

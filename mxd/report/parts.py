@@ -1,4 +1,4 @@
-"""What a report is made of. Sections build blocks out of results; the page and its Markdown twin show them."""
+"""What a report is made of: sections, and the parts that they build out of results; the page and its twin show them."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
 
+from mxd.metrics import Metric
 from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
@@ -109,7 +110,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A piece of a continuation: the same as the base model's, only in it, or only in the spliced model's."""
 
     how: Literal["same", "removed", "added"]
@@ -122,8 +123,8 @@ class Diff:
 
     prompt: str
     base: str
-    rows: Sequence[tuple[str, Sequence[Part], str]]
-    """Label, parts, source."""
+    rows: Sequence[tuple[str, Sequence[Piece], str]]
+    """Label, pieces, source."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Browser:
     note: str
 
 
-Block = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
+Part = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Section:
     id: str
     title: str
     lead: str = ""
-    blocks: list[Block] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def number(node: Node | None, form: str) -> Cell:
@@ -182,6 +183,16 @@ def number(node: Node | None, form: str) -> Cell:
         return Cell(NOTHING)
     value = node.number()
     return Cell(form.format(value) if math.isfinite(value) else NOTHING, node.source)
+
+
+def column(metric: Metric) -> Column:
+    """Return the head of a column that shows a metric."""
+    return Column(metric.title, metric.note, metric.better)
+
+
+def measured(result: Node, metric: Metric) -> Cell:
+    """Return a metric of a result as a cell; a dash where it was not measured."""
+    return number(result.follow(metric.key), metric.form)
 
 
 def with_error(cell: Cell, error: Node | None) -> Cell:

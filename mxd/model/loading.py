@@ -1,0 +1,302 @@
+"""Base models from anywhere: a bundled name, the Hub, a folder, a GGUF file, or a model that is loaded already."""
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from mxd.common.bundled import bundled
+from mxd.common.errors import MxdError, first_line, unknown
+from mxd.common.hardware import free_memory
+from mxd.model.families import find_blocks
+from mxd.model.frozen import FrozenModel
+from mxd.model.vetting import Held, Place, bounded, find_weights, read_config
+
+BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
+"""What a base model's activations are in. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
+
+
+def load_frozen(
+    source: Any,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    tokenizer: Any = None,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    allow_pickle: bool = False,
+) -> FrozenModel:
+    """Load a base model and freeze it.
+
+    Its files are taken for anybody's: see docs/security.md for what is looked at before transformers reads them.
+
+    Args:
+        source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
+            model, or a TransformerLens bridge.
+        revision: branch, tag or commit on the Hub.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``); for
+            loaded objects their own dtype stays.
+        device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``; loaded objects stay where
+            they are.
+        tokenizer: used for loaded objects; otherwise the source's own is loaded.
+        trust_remote_code: run model code from the repository, and kernels that its config names. Off unless asked for
+            by name.
+        local_files_only: never ask the Hub.
+        allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file, by torch's weights-only loader.
+
+    Raises:
+        MxdError: nothing is found under that name, the Hub cannot be reached, its files are damaged or ask for what
+            they may not, or the blocks have no usable MLP.
+    """
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if isinstance(source, str | Path):
+        name = str(source)
+        on = pick_device(device)
+        with _explained(name):
+            place = _place(name, revision, trust_remote_code, local_files_only)
+            module, tokenizer = _load(name, place, dtype, on, allow_pickle, tokenizer)
+        frozen = _wrap(module, tokenizer, name, place.revision)
+    else:
+        frozen = wrap(source, tokenizer)
+    frozen.module.eval().requires_grad_(False)
+    return frozen
+
+
+def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
+    """Return a loaded Hugging Face model or a TransformerLens bridge in this project's terms, without changing it.
+
+    Raises:
+        MxdError: its blocks have no usable MLP.
+    """
+    if isinstance(source, FrozenModel):
+        return source
+    module = getattr(source, "original_model", source)
+    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+        raise MxdError(f"a {type(module).__name__} is not a base model; give a name, a path or a loaded causal LM.")
+    tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
+    return _wrap(module, tokenizer, getattr(module.config, "_name_or_path", "") or type(module).__name__, None)
+
+
+def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) -> FrozenModel:
+    commit = getattr(module.config, "_commit_hash", None) or revision
+    found = FrozenModel(module, tokenizer, name, commit, find_blocks(module, name))
+    found.mlp_widths(0)  # refuses what cannot be replaced
+    return found
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name; ``auto`` is CUDA, else the CPU.
+
+    Raises:
+        MxdError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MxdError(f"device {name!r} is not there ({first_line(error)}); choose auto, cpu or cuda.") from error
+    return device
+
+
+def outline(
+    source: Any, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+) -> FrozenModel:
+    """Return a base model on the meta device: every module and shape, no weights and no tokenizer.
+
+    Args:
+        source: as ``load_frozen``; of a name, a path or a GGUF file only the configuration is read.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run model code from the Hub repository.
+        local_files_only: never ask the Hub.
+
+    Raises:
+        MxdError: as ``load_frozen``.
+    """
+    if not isinstance(source, str | Path):
+        whole = wrap(source)
+        with torch.device("meta"):
+            module = type(whole.module)(whole.config)
+        name, revision = whole.source, whole.revision
+    else:
+        from transformers import AutoModelForCausalLM
+
+        name = str(source)
+        with _explained(name):
+            place = _place(name, revision, trust_remote_code, local_files_only)
+            config = read_config(place)
+            code = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
+            with bounded(), torch.device("meta"):
+                module = AutoModelForCausalLM.from_config(config, **code)
+        revision = place.revision
+    module.eval().requires_grad_(False)
+    return _wrap(module, None, name, revision)
+
+
+def _load(
+    name: str, place: Place, dtype: str, device: torch.device, allow_pickle: bool, tokenizer: Any
+) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if place.gguf else {}
+    config = read_config(place)
+    held = find_weights(place, getattr(config, "transformers_weights", None), allow_pickle)
+    _check_memory(held, dtype)
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers has the Hub convert pickles
+    with bounded(held):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place.where,
+            config=config,
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            use_safetensors=None if allow_pickle else True,
+            ignore_mismatched_sizes=True,  # refused below, where they can be named
+            **place.options,
+            **quantized,
+        )
+    module, info = loaded
+    if dtype != "int8":  # such models are put in place as they are read
+        module.to(device)
+    if info["missing_keys"]:
+        raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
+    for key, held_shape, shape in sorted(info["mismatched_keys"]):
+        raise ValueError(f"its weights hold {key} as {list(held_shape)}, its config asks for {list(shape)}")
+    with _explained(name, "its tokenizer: "):
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(place.where, **place.options)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("files of it are missing, so its vocabulary is empty")
+    _try_out(module, tokenizer)
+    return module, tokenizer
+
+
+def _check_memory(held: Held, dtype: str) -> None:
+    """Refuse weights that do not fit into the machine's memory, which they go through on their way to any device."""
+    size = held.values * (1 if dtype == "int8" else DTYPES[dtype].itemsize)
+    free = free_memory(torch.device("cpu"))
+    if size > free:
+        raise ValueError(
+            f"its {held.values:,} values need {size / 2**30:.1f} GiB in {dtype}, and {free / 2**30:.1f} GiB of memory "
+            "are free; choose bfloat16 (model.dtype), or a smaller model"
+        )
+
+
+@torch.no_grad()
+def _try_out(module: Any, tokenizer: Any) -> None:
+    """Let a model read a few words: much that is wrong with its files shows only then."""
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = [*begin, *tokenizer("The President", add_special_tokens=False)["input_ids"]][:8]
+    known = module.get_input_embeddings().weight.shape[0]
+    if not ids:
+        raise ValueError("its tokenizer finds no token in a few words")
+    if max(ids) >= known:
+        raise ValueError(
+            f"its tokenizer gives token {max(ids)}, and it knows {known:,}: they belong to different models"
+        )
+    inputs = torch.tensor([ids], device=next(module.parameters()).device)
+    if module(input_ids=inputs, use_cache=False).logits.isnan().any():
+        raise ValueError("its logits are NaN: its weights or its config are damaged, or its dtype is too narrow for it")
+
+
+def _place(name: str, revision: str | None, trust: bool, local: bool) -> Place:
+    """Find out where a model is, and at which commit."""
+    path = Path(name)
+    if name in BUNDLED:
+        return Place(str(bundled(name)))
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
+        _need_gguf()
+        return Place(str(path.parent), gguf=path, trust_remote_code=trust)
+    if path.is_dir():
+        return Place(name, trust_remote_code=trust, local_files_only=local)
+    if path.exists():
+        raise ValueError("it is a file; give the folder that it lies in, or a .gguf file")
+    from transformers.utils import cached_file
+
+    config = cached_file(name, "config.json", revision=revision, local_files_only=local)
+    commit = Path(config).parent.name if config else revision
+    return Place(name, commit, trust_remote_code=trust, local_files_only=local)
+
+
+@contextmanager
+def _explained(name: str, part: str = "") -> Iterator[None]:
+    """Turn what transformers raises while it loads a model, or a part of it, into one clear error."""
+    from transformers.utils import logging
+
+    if name in BUNDLED:  # over before a bar could be read
+        logging.disable_progress_bar()
+    try:
+        yield
+    except MxdError:
+        raise
+    except BaseException as error:  # malformed files make transformers raise anything, also what is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ not in ("PanicException", "CheckpointException"):
+            raise
+        if not isinstance(error, _EXPECTED) and _is_ours(error):
+            raise
+        reason = first_line(error)
+        if not isinstance(error, _EXPECTED):
+            reason = f"transformers can make nothing of its files ({type(error).__name__}: {reason})"
+        hint = _CHOICES if isinstance(error, OSError) else ""
+        raise MxdError(f"cannot load base model {name!r}: {part}{reason}{hint}") from error
+    finally:
+        logging.enable_progress_bar()
+
+
+_CHOICES = (
+    f"\nExpected a bundled name ({', '.join(BUNDLED)}), a local folder with a config.json, a .gguf file, or a "
+    "Hub id that is cached or reachable (for private or gated models: `hf auth login`)."
+)
+_EXPECTED = (OSError, ValueError, RuntimeError, MemoryError, SafetensorError)
+"""What says by itself that something is wrong with a file."""
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether this package's own code raised it: a mistake here, which must not be laid on the model."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(last).is_relative_to(Path(__file__).parents[1])
+
+
+def _unpacked() -> dict[str, Any]:
+    """Return the options that make transformers unpack a GGUF file, which needs no kernels from the Hub."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # earlier versions do nothing else
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _eight_bits(name: str, device: torch.device) -> dict[str, Any]:
+    """Return the options that make transformers read a model's linear maps in 8 bits.
+
+    Raises:
+        MxdError: bitsandbytes is not installed or does not know the device, or the file has a quantization of its own.
+    """
+    if name.endswith(".gguf"):
+        raise MxdError(f"{name!r} is quantized already; model.dtype int8 needs a Hub id or a folder of float weights.")
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MxdError("model.dtype int8 needs the package bitsandbytes: pip install 'mxd[bnb]'") from error
+    known = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    if device.type not in known:
+        raise MxdError(f"bitsandbytes does not run on {device.type!r}, but on {', '.join(sorted(known))}.")
+    from transformers import BitsAndBytesConfig
+
+    return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}
+
+
+def _need_gguf() -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MxdError("reading GGUF files needs the package gguf: pip install 'mxd[gguf]'") from error
