@@ -28,7 +28,7 @@ from mxd.config import dump_config
 from mxd.data.text import documents
 from mxd.training.trainer import train
 
-module = importlib.import_module("mxd.training.trainer")
+module = importlib.import_module("mxd.training.loop")
 pytestmark = pytest.mark.usefixtures("signals")
 
 NAME = "layer2-mxd-k8"
