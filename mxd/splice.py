@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from warnings import warn
 
 import torch
@@ -20,6 +20,8 @@ from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import wrap
+
+T = TypeVar("T")
 
 Replacement = nn.Module | Trained
 """A layer, any module that maps one tensor to one tensor, or a layer with its provenance."""
@@ -127,18 +129,15 @@ class SplicedMLP(nn.Module):
         self.layer = layer
         self.base = base
         self.base_at = list(base_at)
-        self.reads = layer.config.reads if isinstance(layer, ReplacementLayer) else "mlp_in"
         self.register_buffer("off", off, persistent=False)
         self._seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the replacement's output, and the base MLP's at tokens ``base_at``."""
-        if not self.base_at and self.reads == "mlp_in":
-            return self._replaced(x)
-        base_out = self.base(x)
-        out = self._replaced(x if self.reads == "mlp_in" else base_out)
         if not self.base_at:
-            return out
+            return self._replaced(self.read(nn.Identity(), self.base)(x))
+        base_out = self.base(x)
+        out = self._replaced(self.read(x, base_out))
         ids = self._seen.ids
         if ids is None or ids.shape != x.shape[:-1]:
             raise MxdError(
@@ -147,6 +146,10 @@ class SplicedMLP(nn.Module):
             )
         here = torch.isin(ids, torch.tensor(self.base_at, device=ids.device))
         return torch.where(here.unsqueeze(-1).to(x.device), base_out, out)
+
+    def read(self, x: T, y: T) -> T:
+        """Return which of the two the replacement reads (``ReplacementLayer.read``); another module, the first."""
+        return self.layer.read(x, y) if isinstance(self.layer, ReplacementLayer) else x
 
     def _replaced(self, x: Tensor) -> Tensor:
         if self.off is None or not isinstance(self.layer, ReplacementLayer):
@@ -197,7 +200,7 @@ def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, 
     layer = replacement.layer if isinstance(replacement, Trained) else replacement
     if isinstance(layer, ReplacementLayer):
         shape = model.mlp_shape(number)
-        expected = (shape.d_in if layer.config.reads == "mlp_in" else shape.d_out, shape.d_out)
+        expected = (layer.read(shape.d_in, shape.d_out), shape.d_out)
         if (layer.config.d_in, layer.config.d_out) != expected:
             raise MxdError(
                 f"layer {number} of {model.source!r} needs widths {expected}, the replacement has "

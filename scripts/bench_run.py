@@ -32,7 +32,7 @@ from mxd.evaluation.faithfulness import evaluate
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops import sparse
-from mxd.planning.memory import plan_layers
+from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream, cache_activations
 from mxd.training.step import new_job, train_step
 from mxd.training.trainer import train
@@ -106,8 +106,8 @@ def waiting() -> Iterator[list[float]]:
     """Collect the times `mxd train` spends waiting for a batch."""
     import importlib
 
-    module = importlib.import_module("mxd.training.trainer")
-    original, waits = module._Run.next_batch, []
+    module = importlib.import_module("mxd.training.loop")
+    original, waits = module.Loop.next_batch, []
 
     def timed(*given: Any) -> Batch:
         begin = time.perf_counter()
@@ -116,11 +116,11 @@ def waiting() -> Iterator[list[float]]:
         finally:
             waits.append(time.perf_counter() - begin)
 
-    module._Run.next_batch = timed
+    module.Loop.next_batch = timed
     try:
         yield waits
     finally:
-        module._Run.next_batch = original
+        module.Loop.next_batch = original
 
 
 @contextmanager

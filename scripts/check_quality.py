@@ -33,7 +33,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import proposals_pay
-from mxd.planning.memory import plan_layers
+from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
 from mxd.training.step import Job, learning_rate, new_job, train_step
 
@@ -78,7 +78,7 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
             for (name, path, _), job in jobs.items():
                 x, y = batch.sites[job.number]
                 if step == 0:
-                    job.layer.start(*batch.means[job.number], training.settings.start)
+                    job.initialise(batch.means[job.number], None, training.settings.start)
                 seen = (step + 1) * training.batch_tokens
                 rate = learning_rate(step, training)
                 with plain_operations() if path == "plain" else proposals() as rows:

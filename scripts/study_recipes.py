@@ -29,7 +29,7 @@ from mxd.layers.base import code_product
 from mxd.layers.mxd import SPREAD, MxD, MxDConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
-from mxd.planning.memory import plan_layers
+from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
 from mxd.training.step import Job, learning_rate, new_job, train_step
 

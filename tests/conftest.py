@@ -4,6 +4,7 @@ Files of mxd are imported inside the fixtures, since its shape checks are switch
 """
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -34,6 +35,16 @@ _KINDS = {
 def _token_folder(tmp_path_factory):
     """Tokenised text is kept for this test run only."""
     os.environ["MXD_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def signals():
+    """Ctrl-C and SIGTERM act as usual for the test, also where whoever started it ignores them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

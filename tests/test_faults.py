@@ -28,7 +28,9 @@ from mxd.config import dump_config
 from mxd.data.text import documents
 from mxd.training.trainer import train
 
-module = importlib.import_module("mxd.training.trainer")
+module = importlib.import_module("mxd.training.loop")
+pytestmark = pytest.mark.usefixtures("signals")
+
 NAME = "layer2-mxd-k8"
 STREAM = {"data": {"streaming": True}, "training": {"tokens": 512 * 30, "save_every": 100}}
 
@@ -145,14 +147,20 @@ def test_the_command_line_ends_with_0_after_sigterm(written, at_step, capsys):
 
 def test_the_second_ctrl_c_leaves_at_once(whole, config, trained_gpt2, at_step, monkeypatch):
     at_step(7, kill_self(signal.SIGINT, signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins ignoring it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(config, model=trained_gpt2)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, model=trained_gpt2)
     assert states(config) == [5]
     resumes(whole, config, trained_gpt2)
+
+
+def test_an_ignored_ctrl_c_stays_ignored(whole, config, trained_gpt2, at_step):
+    """As in a job that a script started in the background (``mxd train &``): it runs to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    during = []
+    at_step(7, lambda: (signal.raise_signal(signal.SIGINT), during.append(signal.getsignal(signal.SIGINT))))
+    train(config, model=trained_gpt2)
+    assert during == [signal.SIG_IGN] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert_same_run(whole, config.folder)
 
 
 WINDOWS = {"tokens": 16 * 2032, "batch_tokens": 2032, "buffer_tokens": 8 * 2032}

@@ -33,7 +33,18 @@ ORDER = [
 ]
 """Files and folders of mxd, from the bottom up: each may import those before it. A new one gets its place here."""
 
-LAYERS_ORDER = ["code", "gates", "sparsity", "base", "sizing", "encoder", "features", "METHODS", "__init__"]
+LAYERS_ORDER = [
+    "code",
+    "gates",
+    "sparsity",
+    "base",
+    "objective",
+    "sizing",
+    "encoder",
+    "features",
+    "METHODS",
+    "__init__",
+]
 """The same within ``layers``, where METHODS is every other file: methods do not import one another."""
 
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

@@ -77,6 +77,7 @@ def asked_to_stop() -> bool:
 def stop_signal() -> Iterator[Stop]:
     """Turn the first Ctrl-C or SIGTERM into a request; the second acts as usual.
 
+    A signal that the process was started to ignore, as shells do for jobs in the background of a script, stays ignored.
     Outside the main thread, where Python sets no handlers, nothing changes.
     """
     stop = Stop()
@@ -87,7 +88,8 @@ def stop_signal() -> Iterator[Stop]:
         stop.ask(number)
 
     try:
-        previous = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
+        heard = [name for name in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(name) != signal.SIG_IGN]
+        previous = {name: signal.signal(name, ask) for name in heard}
     except ValueError:
         yield stop
         return

@@ -357,7 +357,7 @@ class Steered(nn.Module):
 
     def forward(self, x: Float[Tensor, "rows seq d_in"]) -> Float[Tensor, "rows seq d_out"]:
         """Return the steered output."""
-        read = x if self.layer.config.reads == "mlp_in" else self._base[0](x)
+        read = self.layer.read(nn.Identity(), self._base[0])(x)
         out = self.layer(read) if self.on == "replacement" else self._base[0](x)
         pushes = zip(self.units, read.chunk(len(self.units)), strict=True)
         return out + self.scale * torch.cat([self.layer.unit_output(n, rows) for n, rows in pushes]).to(out.dtype)

@@ -29,6 +29,7 @@ from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.ops import sparse_decode
 
 C = TypeVar("C", bound="ReplacementConfig")
+T = TypeVar("T")
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Start = Literal["paper", "centred"]
@@ -193,8 +194,11 @@ class ReplacementLayer(nn.Module, ABC):
         """Number of units."""
         return self.config.num_units or 0
 
-    def read(self, x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d_out"]) -> Float[Tensor, "*batch d_in"]:
-        """Return what the layer reads of an MLP's input and output."""
+    def read(self, x: T, y: T) -> T:
+        """Return which of the two the layer reads: what belongs to the MLP's input, or what belongs to its output.
+
+        Both are activations, means, widths, or modules that make activations of the input.
+        """
         return x if self.config.reads == "mlp_in" else y
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:

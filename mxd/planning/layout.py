@@ -1,11 +1,34 @@
-"""Who trains what in a launch of many processes."""
+"""What a run is made of: the replacements with their names and complete configs, and which processes train which."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mxd.common.errors import MxdError
+from mxd.config import RunConfig
 from mxd.data.activations import Share
-from mxd.layers import ReplacementConfig
+from mxd.layers import ReplacementConfig, size
+from mxd.model.frozen import FrozenModel
+
+
+def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
+    """Return name -> (block, complete config) for everything the run trains.
+
+    Raises:
+        MxdError: a layer out of range, a size that does not fit, or two replacements that are the same.
+    """
+    plans: dict[str, tuple[int, ReplacementConfig]] = {}
+    for number in config.layers:
+        base.check_layer(number)
+        shape = base.mlp_shape(number)
+        for wanted in config.replacements:
+            complete = size(wanted.inherit(shape), config.sizing.expansion, config.sizing.match)
+            complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
+            name = f"layer{number}-{complete.slug}"
+            taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
+            if any(plans[n] == (number, complete) for n in taken):
+                raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
+            plans[f"{name}-v{len(taken) + 1}" if taken else name] = (number, complete)
+    return plans
 
 
 @dataclass(frozen=True)

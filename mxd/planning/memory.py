@@ -1,4 +1,4 @@
-"""What a run is made of and what it needs: memory, disk and work, known before any weight is loaded.
+"""What a run needs: memory, disk and work, known before any weight is loaded.
 
 Costs are found on the meta device by the code that trains (``mxd.planning.profiler``); the rest is counted from shapes.
 """
@@ -6,6 +6,7 @@ Costs are found on the meta device by the code that trains (``mxd.planning.profi
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ from mxd.common.errors import MxdError
 from mxd.common.hardware import free_disk, free_memory, resident
 from mxd.common.processes import ALONE, Processes, local_device
 from mxd.common.progress import console
-from mxd.config import RunConfig, load_config
+from mxd.config import RunConfig
 from mxd.data.activations import buffer_bytes
 from mxd.data.text import BUNDLED
-from mxd.layers import ReplacementConfig, size
+from mxd.layers import ReplacementConfig
+from mxd.layers.objective import forward_backward
 from mxd.layers.sparsity import TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import Proposals, metered_as, proposals_on
-from mxd.ops.losses import normalize, squared_error
-from mxd.planning.layout import Division, divide
+from mxd.planning.layout import Division, divide, plan_layers
 from mxd.planning.profiler import Cost, meter
 
 ADAM_BYTES = 28
@@ -82,27 +83,6 @@ def peak(phases: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
     """Return the phase that holds the most memory, and how much."""
     name = max(phases, key=lambda phase: sum(phases[phase].values()), default="")
     return name, sum(phases[name].values()) if name else 0
-
-
-def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
-    """Return name -> (block, complete config) for everything the run trains.
-
-    Raises:
-        MxdError: a layer out of range, a size that does not fit, or two replacements that are the same.
-    """
-    plans: dict[str, tuple[int, ReplacementConfig]] = {}
-    for number in config.layers:
-        base.check_layer(number)
-        shape = base.mlp_shape(number)
-        for wanted in config.replacements:
-            complete = size(wanted.inherit(shape), config.sizing.expansion, config.sizing.match)
-            complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
-            name = f"layer{number}-{complete.slug}"
-            taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
-            if any(plans[n] == (number, complete) for n in taken):
-                raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
-            plans[f"{name}-v{len(taken) + 1}" if taken else name] = (number, complete)
-    return plans
 
 
 def plan_run(
@@ -272,11 +252,7 @@ def _step(config: ReplacementConfig, rows: int, accumulation: int, proposals: Pr
     layer.sparsity.proposals = proposals
     x, y = (torch.empty(rows, width or 0, device="meta") for width in (config.d_in, config.d_out))
 
-    def part() -> None:
-        code = layer.encode(x)
-        loss = normalize(squared_error(layer.decode(x, code), y), y)
-        ((loss + layer.penalty(code)) / accumulation).backward()
-
+    part = partial(forward_backward, layer, x, y, accumulation)
     with metered_as(device.type):
         first = meter(part)
         later = meter(part) if accumulation > 1 else Cost()  # the gradient so far is there, too
@@ -406,12 +382,3 @@ def prepare(
         soft_wrap=True,
     )
     return config, plan
-
-
-def as_recorded(config: RunConfig) -> RunConfig:
-    """Return a run's config with the number of parts of a batch that the run began with, where it asks for none."""
-    file = config.folder / "config.yaml"
-    if config.training.accumulation != "auto" or not file.is_file():
-        return config
-    number = load_config(file).training.accumulation
-    return config.model_copy(update={"training": config.training.model_copy(update={"accumulation": number})})

@@ -162,7 +162,7 @@ def _spec(mlp: SplicedMLP, replacement: Replacement) -> dict[str, Any]:
     return {
         **config,
         "bos_radius": BOS_RADIUS if mlp.layer.config.bos_constant else None,
-        "reads": mlp.reads,
+        "reads": mlp.layer.config.reads,
         "shapes": {name: list(tensor.shape) for name, tensor in _layer_tensors(mlp.layer).items()},
         "provenance": replacement.provenance.model_dump() if isinstance(replacement, Trained) else None,
     }
@@ -180,8 +180,8 @@ def _tensors(model: FrozenModel, blocks: str, mlps: Mapping[int, SplicedMLP]) ->
     tensors = {k: v for k, v in model.module.state_dict().items() if not k.startswith(tuple(inside))}
     for prefix, mlp in inside.items():
         tensors |= {f"{prefix}layer.{name}": tensor for name, tensor in _layer_tensors(mlp.layer).items()}
-        if mlp.reads == "mlp_out":
-            tensors |= {f"{prefix}original.{name}": tensor for name, tensor in mlp.base.state_dict().items()}
+        kept = mlp.read({}, mlp.base.state_dict())  # the MLP stays where the layer reads its output
+        tensors |= {f"{prefix}original.{name}": tensor for name, tensor in kept.items()}
     return tensors
 
 

@@ -1,1 +1,1 @@
-"""A run under way: where its batches come from, the step, the loop, the state on disk."""
+"""A run under way: where its batches come from, the loop over them, the step, metrics, the state on disk."""

@@ -134,10 +134,11 @@ def test_mistakes_end_in_one_clear_message(
     assert not Path("nowhere").exists()
 
 
+@pytest.mark.usefixtures("signals")
 def test_commands_to_copy_are_words_of_a_shell(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("mxd.training.trainer")
+    module = import_module("mxd.training.loop")
 
     def shown(text: str, before: str) -> list[str]:
         return shlex.split(text.partition(before)[2].partition("\n")[0].removesuffix("."))

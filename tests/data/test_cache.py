@@ -1031,7 +1031,7 @@ def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gp
 def test_interrupted_and_resumed_from_the_cache_equals_uninterrupted(tmp_path, gpt2, text, cached, monkeypatch, step):
     fields = {"layers": [2], "training": {"save_every": step}}
     uninterrupted = train(run(tmp_path / "whole", text, cached, **fields), model=gpt2)
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
     real, calls = module.train_step, []
 
     def stop(*args):
@@ -1244,7 +1244,7 @@ def test_a_run_mixes_a_cache_of_another_seed_and_batch_size(tmp_path, gpt2, text
     }
     uninterrupted = train(run(tmp_path / "whole", text, cached, **fields), model=gpt2)
     assert state_of(uninterrupted)[1][-1]["tokens"] == 1000
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
     real, calls = module.train_step, []
 
     def stop(*args, **options):

@@ -14,13 +14,14 @@ from mxd.common import hardware
 from mxd.common.errors import MxdError
 from mxd.common.hardware import _group_limits, copy_speed, free_disk, product_speed
 from mxd.layers import LAYERS, MLPShape, size
+from mxd.layers.objective import forward_backward
 from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
-from mxd.planning.memory import as_recorded, check_memory, peak, plan_run, prepare
+from mxd.planning.memory import check_memory, peak, plan_run, prepare
 from mxd.planning.profiler import meter
 from mxd.planning.time import Speeds, expected, product_seconds, step_times
-from mxd.training.trainer import train
+from mxd.training.trainer import as_recorded, train
 
 MIB = 2**20
 EVERYTHING = [
@@ -68,13 +69,28 @@ def test_a_step_costs_on_the_meta_device_what_it_costs_on_the_cpu(fields: dict) 
         x = torch.randn(2500, 64, device=device)
         if fields["sparsity"]["kind"] == "random_k":
             layer.sparsity.reach = 0  # draws no number
-        (layer.decode(x, layer.encode(x)) - x).square().mean().backward()
+        forward_backward(layer, x, x)
 
     with metered_as("cpu"):
         there, here = meter(lambda: step("meta")), meter(lambda: step("cpu"))
     assert there.flops == here.flops > 0
     assert there.peak == pytest.approx(here.peak, rel=0.02)
     assert there.moved == pytest.approx(here.moved, rel=0.02)
+
+
+def test_what_is_metered_is_what_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2) -> None:
+    """The function, the rows and the parts."""
+    calls = {"mxd.planning.memory": [], "mxd.training.step": []}
+    for name, seen in calls.items():
+
+        def noted(layer, x, y, parts, seen=seen):
+            seen.append((layer.config, x.shape, y.shape, parts))
+            return forward_backward(layer, x, y, parts)
+
+        monkeypatch.setattr(f"{name}.forward_backward", noted)
+    train(small(tmp_path, replacements=EVERYTHING[::2], training={"accumulation": 2}), model=trained_gpt2)
+    metered, trained = ({repr(call) for call in seen} for seen in calls.values())
+    assert metered == trained and len(trained) == 3
 
 
 def test_products_of_a_step_are_those_that_none_avoids(tmp_path: Path) -> None:

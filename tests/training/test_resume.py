@@ -23,7 +23,7 @@ from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
 from mxd.training.trainer import train
 
-module = importlib.import_module("mxd.training.trainer")
+module = importlib.import_module("mxd.training.loop")
 LINES = [f"{i} is a number, and {i * i} its square." for i in range(400)]
 
 
@@ -58,8 +58,8 @@ def stop_after(step: int, config: RunConfig, model) -> None:
         return Interrupted(f"stopped at step {run.step}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Run, "stopping", stopping)
-        patch.setattr(module._Run, "stopped", stopped)
+        patch.setattr(module.Loop, "stopping", stopping)
+        patch.setattr(module.Loop, "stopped", stopped)
         with pytest.raises(Interrupted, match=f"stopped at step {step}"):
             train(config, model=model)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from safetensors.torch import load_file
 from mxd.artifacts.checkpoint import load_layer
 from mxd.artifacts.folders import read_config
 from mxd.common.errors import MxdError
+from mxd.common.stop import Interrupted
 from mxd.config import dump_config
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
-from mxd.planning.memory import plan_layers
+from mxd.planning.layout import plan_layers
 from mxd.training.step import learning_rate, new_job
-from mxd.training.trainer import Interrupted, train
+from mxd.training.trainer import train
 
 EVERYTHING = [
     {"method": "mxd", "sparsity": [{"kind": "topk", "k": 8}, {"kind": "random_k", "k": 8}]},
@@ -109,6 +111,26 @@ def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     assert layer.bias.abs().max() > 0.01
 
 
+def test_all_layers_are_initialised_before_the_first_step_and_the_first_batch_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
+) -> None:
+    module = importlib.import_module("mxd.training.loop")
+    real, batches = module.Loop.train_batch, []
+
+    def watch(loop, batch) -> None:
+        if not batches:
+            assert len(loop.jobs) == 5
+            assert all(torch.equal(job.layer.bias, batch.means[job.number][1]) for job in loop.jobs)
+            assert all(job.layer.bos_in.any() for job in loop.jobs)
+        assert not any(earlier() for earlier in batches)
+        batches.append(weakref.ref(batch))
+        real(loop, batch)
+
+    monkeypatch.setattr(module.Loop, "train_batch", watch)
+    train(small(tmp_path, replacements=EVERYTHING), model=trained_gpt2)
+    assert len(batches) == 12
+
+
 RUNNER = """
 import sys, mxd
 from mxd.config import load_config
@@ -141,11 +163,12 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> 
     assert_same_run(whole, config.folder)
 
 
+@pytest.mark.usefixtures("signals")
 def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGINT)
     whole = train(small(tmp_path, run="whole"))
     config = small(tmp_path, run="cut")
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
 
     real, calls = module.train_step, []
 
@@ -292,7 +315,7 @@ def test_names_tell_settings_apart(tmp_path: Path) -> None:
 def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    module = importlib.import_module("mxd.training.step")
+    module = importlib.import_module("mxd.training.metrics")
 
     seen, real = [], module.Stats.see
 
@@ -339,7 +362,7 @@ def test_local_text_and_no_mask(tmp_path: Path) -> None:
 
 
 def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
 
     real = module.train_step
 
@@ -458,7 +481,7 @@ def test_a_run_with_bfloat16_proposals_resumes_bit_for_bit(
     fields = {"training": {"proposals": "bfloat16", "save_every": 5}}
     whole = train(small(tmp_path, run="whole", **fields), model=trained_gpt2)
     config = small(tmp_path, run="cut", **fields)
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
     real, calls = module.train_step, []
 
     def stop(*args) -> None:
@@ -491,7 +514,7 @@ def test_tf32_is_for_the_run_alone_however_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2, caller_set_ieee, tf32: bool, error: type | None
 ) -> None:
     settings = caller_set_ieee
-    module = importlib.import_module("mxd.training.trainer")
+    module = importlib.import_module("mxd.training.loop")
     real, seen = module.train_step, []
 
     def spy(*args) -> None:

@@ -1,0 +1,160 @@
+"""The loop of a run: each batch is taken from the stream, and every replacement takes a step on it."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+
+from mxd.common.errors import MxdError, SharedError, typed
+from mxd.common.processes import Processes
+from mxd.common.progress import progress
+from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
+from mxd.config import RunConfig
+from mxd.data.activations import Batch, Cursor
+from mxd.model.frozen import FrozenModel
+from mxd.training.metrics import Metrics
+from mxd.training.saving import Saver
+from mxd.training.source import bos_activations
+from mxd.training.step import Job, learning_rate, train_step
+
+STOP_EVERY = 8
+"""Steps after which the processes of a launch ask one another whether one was told to stop."""
+
+
+@dataclass
+class Loop:
+    """A run under way."""
+
+    config: RunConfig
+    base: FrozenModel
+    jobs: Sequence[Job]
+    """The replacements that this process trains."""
+    metrics: Metrics
+    saver: Saver
+    processes: Processes
+    """All that run it together."""
+    shard: bool
+    """Whether replacements are divided among the processes of a group, once they are initialised."""
+    step: int
+    """The last finished step."""
+    cursor: Cursor
+    """The place in the text after it."""
+
+    def run(self, stream: Iterator[Batch]) -> None:
+        """Train to the last step and write every layer.
+
+        Raises:
+            Interrupted: after Ctrl-C or SIGTERM, when everything was saved.
+            MxdError: the text ended or failed, memory ran out, or a layer diverged.
+        """
+        training, names = self.config.training, self.metrics.names
+        title = f"training {len(names)} replacement{'s' if len(names) > 1 else ''}"
+        done, total = self.step * training.batch_tokens, training.steps * training.batch_tokens
+        self.metrics.begin(self.step)
+        with stop_signal() as stop, progress(title, total, done=done) as advance:
+            batches = self.batches(stream, stop)
+            if self.step == 0:
+                batches = self.initialised(batches)
+            for batch in batches:
+                self.train_batch(batch)
+                last = self.step == training.steps
+                if self.step % training.log_every == 0 or last:
+                    self.saver.check_losses(self.step)
+                    self.metrics.report(self.step, learning_rate(self.step - 1, training))
+                stopping = self.stopping(stop)
+                if self.step % training.save_every == 0 or last or stopping:
+                    self.save()
+                advance(training.batch_tokens, self.metrics.note())
+                if stopping and not last:
+                    raise self.stopped(stop)
+        self.metrics.end()
+        self.saver.finish(self.step, self.cursor)
+
+    def train_batch(self, batch: Batch) -> None:
+        """Let every replacement take a step."""
+        training = self.config.training
+        rate, seen = learning_rate(self.step, training), (self.step + 1) * training.batch_tokens
+        for job in self.jobs:
+            with _memory(f"at step {self.step:,}, in {job.name}"):
+                train_step(job, *batch.sites[job.number], rate, seen, training.parts, training.clip_norm)
+        self.step += 1
+        self.cursor = batch.cursor
+
+    def batches(self, stream: Iterator[Batch], stop: Stop) -> Iterator[Batch]:
+        """Yield the batches of the steps that are left."""
+        while self.step < self.config.training.steps:
+            yield self.next_batch(stream, stop)
+
+    def initialised(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Initialise every replacement from the means that the first batch names, and return the batches, all of them.
+
+        No replacement is divided among processes before, since it is initialised as a whole.
+        """
+        first = next(batches)
+        with self.processes.together():
+            bos = bos_activations(self.config, self.base)
+        for job in self.jobs:
+            job.initialise(first.means[job.number], bos.get(job.number), self.config.training.settings.start)
+            if self.shard:
+                job.shard()
+        return chain(iter([first]), batches)  # an iterator lets go of what it has handed out; a list would not
+
+    def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:
+        """Take the next batch; where there is none, save what was trained before it.
+
+        Raises:
+            Interrupted: stopped while the window was filled.
+            MxdError: the text ended, or whatever the stream raises.
+        """
+        try:
+            at_once = nullcontext() if self.processes.many else stop.at_once()  # nobody leaves the others waiting
+            with at_once, _memory(f"after step {self.step:,}, where the base model fills the buffer"):
+                return next(stream)
+        except Stopped:
+            self.save()
+            raise self.stopped(stop) from None
+        except StopIteration:
+            self.save()
+            self.saver.finish(self.step, self.cursor)
+            training = self.config.training
+            raise MxdError(
+                f"the text ended after {self.step * training.batch_tokens:,} tokens, before the {training.tokens:,} "
+                f"asked for (streamed text is read once). The layers as they are stand in {self.config.folder}."
+            ) from None
+        except MxdError as error:
+            if not self.processes.many or isinstance(error, SharedError):  # else this process is alone with it
+                self.save()
+            raise
+
+    def save(self) -> None:
+        """Save the state after the last finished step."""
+        self.saver.save(self.step, self.cursor)
+
+    def stopping(self, stop: Stop) -> bool:
+        """Whether to stop after this step; all processes come to the same answer."""
+        if not self.processes.many:
+            return stop.is_set
+        return self.step % STOP_EVERY == 0 and self.processes.any(stop.is_set)
+
+    def stopped(self, stop: Stop) -> Interrupted:
+        """Return what to raise when everything is saved."""
+        return stop.error(
+            f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
+            f"To continue: mxd train {typed(self.config.folder / 'config.yaml')} --resume"
+        )
+
+
+@contextmanager
+def _memory(where: str) -> Iterator[None]:
+    """Say what to lower where memory runs out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory|ALLOC_FAILED", str(error)):
+            raise
+        raise MxdError(
+            f"out of memory {where}. The last saved state is kept: free memory and continue with --resume. Or start "
+            "anew, with a larger training.accumulation (the batch in more parts), a smaller training.buffer_tokens or "
+            f"sizing.expansion, or fewer replacements.\n{(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error

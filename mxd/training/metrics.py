@@ -1,0 +1,182 @@
+"""What is counted while a run trains, and where it goes: ``metrics.jsonl``, trackers, the note beside the progress."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mxd.common.files import settle, writing
+from mxd.common.processes import Processes
+from mxd.common.progress import console
+from mxd.config import RunConfig
+from mxd.layers import Code
+
+T = TypeVar("T")
+
+
+class Stats:
+    """What is counted between two lines of metrics, and when each unit was last active. All of it is saved."""
+
+    def __init__(self, units: int, width: int, device: torch.device) -> None:
+        self.sums = {
+            name: torch.zeros(shape, device=device)
+            for name, shape in {"loss": (), "error": (), "y": (width,), "y_squared": (), "active": ()}.items()
+        }
+        self.tokens = 0
+        self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def see(self, y: Tensor, error: Tensor, loss: Tensor, code: Code, tokens_seen: int) -> None:
+        """Count one (micro-)batch."""
+        self.tokens += len(y)
+        self.sums["loss"] += loss.detach() * len(y)
+        self.sums["error"] += error.detach().sum()
+        self.sums["y"] += y.sum(0)
+        self.sums["y_squared"] += torch.linalg.vector_norm(y).square()
+        active = code.values > 0
+        self.sums["active"] += active.sum()
+        if code.all_units:
+            self.last_active[active.any(0)] = tokens_seen
+        else:
+            self.last_active[code.indices[active]] = tokens_seen
+
+    def merge(self, processes: Processes) -> None:
+        """Hand what the processes of a group counted to the first of them; the others begin anew."""
+        if not processes.many:
+            return
+        for value in self.sums.values():
+            processes.add(value)
+        self.tokens = sum(processes.gather(self.tokens))
+        processes.largest(self.last_active)
+        if not processes.first:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted since the last report."""
+        for value in self.sums.values():
+            value.zero_()
+        self.tokens = 0
+
+    def report(self, tokens_seen: int, dead_after: int) -> dict[str, float]:
+        """Return the metrics since the last report, and begin anew."""
+        n = max(self.tokens, 1)
+        total = self.sums["y_squared"] - self.sums["y"].square().sum() / n
+        values = {
+            "normalized_mse": float(self.sums["loss"] / n),
+            "fvu": float(self.sums["error"] / total),
+            "l0": float(self.sums["active"] / n),
+            "dead_share": float((tokens_seen - self.last_active >= dead_after).float().mean()),
+        }
+        self.clear()
+        return values
+
+
+@dataclass
+class Metrics:
+    """The metrics of a run."""
+
+    config: RunConfig
+    names: Sequence[str]
+    """All its replacements."""
+    stats: Mapping[str, Stats]
+    """Those that this process trains -> what is counted."""
+    processes: Processes
+    """All that run it together."""
+    group: Processes
+    """Those of them that train the same replacements."""
+    accelerator: Any
+    """Holds the trackers."""
+    reported: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Replacement -> its last line of metrics."""
+
+    def __post_init__(self) -> None:
+        self.file = self.config.folder / "metrics.jsonl"
+
+    def begin(self, step: int) -> None:
+        """Start the trackers, and the clock of the first report; ``step`` is the last finished one."""
+        if self.config.training.trackers:
+            self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
+        self.clock, self.clock_step = time.monotonic(), step
+
+    def end(self) -> None:
+        """End the trackers."""
+        if self.config.training.trackers:
+            self.accelerator.end_training()
+
+    def merge(self) -> None:
+        """Hand what each process of the group counted to the first."""
+        for stats in self.stats.values():
+            stats.merge(self.group)
+
+    def of_all(self, own: dict[str, T]) -> dict[str, T]:
+        """Return name -> value for all replacements; each group's first process gives those of its own."""
+        found = {k: v for part in self.processes.gather(own if self.group.first else {}) for k, v in part.items()}
+        return {name: found[name] for name in self.names if name in found}
+
+    def report(self, step: int, lr: float) -> None:
+        """Write what was counted since the last report, and begin anew.
+
+        Args:
+            step: the last finished step.
+            lr: its learning rate.
+        """
+        training, now = self.config.training, time.monotonic()
+        seen, dead_after = step * training.batch_tokens, min(training.dead_after, training.tokens // 4)
+        rate = (step - self.clock_step) * training.batch_tokens / max(now - self.clock, 1e-9)
+        self.merge()
+        self.reported = self.of_all({name: stats.report(seen, dead_after) for name, stats in self.stats.items()})
+        timing = {"seconds": round(now - self.clock, 3), "tokens_per_second": round(rate, 1)}
+        with self.processes.together():
+            if self.processes.first:
+                self._write({"step": step, "tokens": seen}, {"lr": lr} | timing)
+        if training.trackers:
+            for name, values in self.reported.items():
+                self.accelerator.log({f"{name}/{k}": v for k, v in values.items()}, step=step)
+        self.clock, self.clock_step = now, step
+
+    def _write(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        with writing(self.file), self.file.open("a", encoding="utf-8") as file:
+            for name, values in self.reported.items():
+                file.write(json.dumps(before | {"replacement": name} | values | after) + "\n")
+
+    def note(self) -> str:
+        """Return the last report in one line, of the first three replacements."""
+        shown = list(self.reported.items())[:3]
+        return "  ".join(
+            f"{name}: NMSE {v['normalized_mse']:.4f} FVU {v['fvu']:.2f} L0 {v['l0']:.0f} dead {v['dead_share']:.0%}"
+            for name, v in shown
+        ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
+
+    @property
+    def bytes(self) -> int:
+        """The size of ``metrics.jsonl``."""
+        return self.file.stat().st_size if self.file.exists() else 0
+
+    def settle(self) -> None:
+        """See to it that all lines are on the disk."""
+        if self.processes.first and self.file.exists():
+            settle(self.file)
+
+    def cut(self, size: int, step: int) -> None:
+        """Forget the lines that were written after a state was saved: they will be written again.
+
+        Args:
+            size: bytes that there were then.
+            step: the step of that state.
+        """
+        with writing(self.file), self.file.open("ab") as file:
+            if file.tell() < size:
+                message = f"{self.file} is shorter than it was at step {step:,}: lines are missing in it"
+                console.print(message, soft_wrap=True, markup=False)
+            file.truncate(min(file.tell(), size))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings for trackers, which take scalars only."""
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): value if isinstance(value, int | float | str | bool) else str(value)}

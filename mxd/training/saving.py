@@ -1,0 +1,231 @@
+"""What a run leaves in its folder: its states, from which it goes on bit for bit, and at the end the trained layers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxd.artifacts.checkpoint import save_layer
+from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.tensors import fit_tensors
+from mxd.common.errors import MxdError
+from mxd.common.files import atomic_file, writing
+from mxd.common.parsing import differences
+from mxd.common.processes import Processes, placed_as, whole
+from mxd.config import RunConfig, config_hash, dump_config
+from mxd.data.activations import Cursor
+from mxd.layers import ReplacementLayer
+from mxd.model.frozen import FrozenModel
+from mxd.training.metrics import Metrics
+from mxd.training.source import BASE, masked_ids_of, origin
+from mxd.training.state import RUN_FILE, Info, State, new_run, run_of, save_state
+from mxd.training.step import Job, learned
+
+ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Saver:
+    """Saves and restores a run."""
+
+    config: RunConfig
+    base: FrozenModel
+    jobs: Sequence[Job]
+    """The replacements that this process trains."""
+    metrics: Metrics
+    processes: Processes
+    """All that run it together."""
+    group: Processes
+    """Those of them that train the same replacements."""
+    saved: int = 0
+    """The step of the last saved state, or 0."""
+
+    def __post_init__(self) -> None:
+        self.origin, self.run_id = origin(self.config, self.base), ""
+
+    def begin(self, state: State | None, resume: bool) -> None:
+        """Write which run this folder is of; where it goes on, forget the metrics that will come again.
+
+        Args:
+            state: from which the run goes on.
+            resume: whether it goes on; without a state from its beginning.
+        """
+        with self.processes.together():
+            if self.processes.first:
+                folder = self.config.folder
+                self.run_id = (run_of(folder) if resume else None) or new_run(folder)
+                if not resume:
+                    with atomic_file(folder / "config.yaml") as file:
+                        file.write_text(dump_config(self.config), encoding="utf-8")
+                elif state is not None:
+                    self.metrics.cut(state.info.metrics_bytes, state.info.step)
+                else:  # killed before its first saved state
+                    with writing(self.metrics.file):
+                        self.metrics.file.unlink(missing_ok=True)
+        self.run_id = self.processes.gather(self.run_id)[0]
+
+    def restore(self, state: State, shard: bool) -> None:
+        """Put every replacement back as a state has it.
+
+        Args:
+            state: of this run.
+            shard: whether replacements are divided among the processes of a group.
+
+        Raises:
+            MxdError: the state is of another run, or of this one before something was changed.
+        """
+        info = state.info
+        with self.processes.together():
+            self._check_own(state)
+        for job in self.jobs:
+            if shard:
+                job.shard()
+            tensors = state.tensors(job.name)
+            expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in tensors_of(job).items()}
+            fit_tensors(expected, tensors, f"{state.folder}/{job.name}")
+            restore_tensors(job, tensors)
+            job.stats.tokens = info.counted[job.name]
+            if not self.group.first:
+                job.stats.clear()
+        self.metrics.reported, self.saved = info.reported, info.step
+
+    def save(self, step: int, cursor: Cursor) -> None:
+        """Write the state after a step, if there is one that is not saved yet.
+
+        Args:
+            step: the last finished step.
+            cursor: the place after it.
+
+        Raises:
+            MxdError: a replacement diverged, or the disk is full; the states before are as they were.
+        """
+        if step in (0, self.saved):
+            return
+        self.check_losses(step)
+        self.metrics.settle()
+        self.metrics.merge()
+        info = Info(
+            run_id=self.run_id,
+            step=step,
+            tokens=step * self.config.training.batch_tokens,
+            origin=self.origin,
+            cursor=cursor,
+            counted=self.metrics.of_all({job.name: job.stats.tokens for job in self.jobs}),
+            metrics_bytes=self.metrics.bytes,
+            reported=self.metrics.reported,
+        )
+        parts = {job.name: tensors_of(job) for job in self.jobs}
+        with self.processes.together():
+            for name, tensors in parts.items():
+                self._check_finite(name, tensors, step)
+        keep = self.config.training.keep_states
+        save_state(self.config.folder / "state", parts if self.group.first else {}, info, self.processes, keep)
+        self.saved = step
+
+    def finish(self, step: int, cursor: Cursor) -> None:
+        """Write every layer as it is; arguments as for ``save``."""
+        with self.processes.together():
+            for job in self.jobs:
+                layer = trained_layer(job)
+                self._check_finite(job.name, layer.state_dict(), step)
+                if self.group.first:
+                    about = {"training": self.metrics.reported.get(job.name, {})}
+                    save_layer(self.config.folder / job.name, layer, self._provenance(job.number, step, cursor), about)
+
+    def check_losses(self, step: int) -> None:
+        """Refuse to go on with a replacement that diverged.
+
+        Raises:
+            MxdError: a loss since the last report is not finite.
+        """
+        with self.processes.together():
+            for job in self.jobs:
+                if not job.stats.sums["loss"].isfinite():
+                    raise self._diverged(job.name, "its loss", step)
+
+    def _check_finite(self, name: str, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Refuse to write tensors that hold a NaN or an infinity."""
+        for key, tensor in tensors.items():
+            extremes = torch.stack(torch.aminmax(tensor)) if tensor.is_floating_point() and tensor.numel() else None
+            if extremes is not None and not extremes.isfinite().all():  # 30 times as fast as to look at each number
+                raise self._diverged(name, key, step)
+
+    def _diverged(self, name: str, what: str, step: int) -> MxdError:
+        good = f"the last good state, state/step-{self.saved:09d}, stays" if self.saved else "there is no earlier state"
+        return MxdError(
+            f"{name} diverged before step {step:,}: {what} is not finite. Nothing of that is saved; {good}. In a "
+            "new run lower training.lr, set training.clip_norm or leave this one out."
+        )
+
+    def _check_own(self, state: State) -> None:
+        """Refuse a state of another run, and one of this run from before something was changed."""
+        folder, own = self.config.folder, run_of(self.config.folder)
+        if own != state.info.run_id:
+            raise MxdError(
+                f"{state.folder} is a state of another run: it is of {state.info.run_id}, and {folder / RUN_FILE} "
+                + (f"names {own}. " if own else "is missing. ")
+                + "Put back this run's own, or start anew under another name with --run NAME."
+            )
+        changed = differences(state.info.origin, self.origin)
+        step, training = state.info.step, self.config.training
+        if state.info.tokens != step * training.batch_tokens or step > training.steps:
+            changed.append(f"step {step:,} of {training.steps:,} cannot be after {state.info.tokens:,} tokens")
+        if changed:
+            raise MxdError(
+                f"{folder} cannot go on as it began: {'; '.join(changed)}. Put that back, or start anew under another "
+                "name with --run NAME."
+            )
+
+    def _provenance(self, block: int, step: int, cursor: Cursor) -> Provenance:
+        config, training = self.config, self.config.training
+        return Provenance(
+            model=self.base.source,
+            revision=self.base.revision,
+            layer=block,
+            fingerprint=self.base.fingerprint(block),
+            base_fingerprint=self.origin[BASE],
+            model_dtype=self.base.dtype,
+            masked_ids=tuple(masked_ids_of(config, self.base)),
+            data=config.data.model_dump(),
+            text_hash=cursor.text,
+            training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
+            tokens=step * training.batch_tokens,
+            seed=config.seed,
+            config_hash=config_hash(config),
+            versions=versions(),
+        )
+
+
+def tensors_of(job: Job) -> dict[str, Tensor]:
+    """Return every tensor of a replacement's state, whole, by name; all its processes call this together."""
+    found = {f"layer/{k}": whole(v) for k, v in job.layer.state_dict().items()}
+    for key, parameter in learned(job.layer).items():
+        for moment in ADAM_MOMENTS:
+            value = job.optimizer.state[parameter].get(moment)
+            found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
+    found |= {f"sum/{k}": v for k, v in job.stats.sums.items()}
+    return found | {"last_active": job.stats.last_active}
+
+
+def restore_tensors(job: Job, tensors: Mapping[str, Tensor]) -> None:
+    """Put the tensors of a saved state back in place."""
+    own = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
+    job.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in job.layer.state_dict().items()})
+    state = {
+        i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
+        for i, (key, parameter) in enumerate(learned(job.layer).items())
+    }
+    job.optimizer.load_state_dict({"state": state, "param_groups": job.optimizer.state_dict()["param_groups"]})
+    for key, value in job.stats.sums.items():
+        value.copy_(tensors[f"sum/{key}"])
+    job.stats.last_active.copy_(tensors["last_active"])
+
+
+def trained_layer(job: Job) -> ReplacementLayer:
+    """Return a replacement's layer as one process has it; all its processes call this together."""
+    if not job.sharded:
+        return job.layer
+    layer = job.layer.config.build()
+    layer.load_state_dict({k: whole(v) for k, v in job.layer.state_dict().items()})
+    return layer
