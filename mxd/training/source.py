@@ -21,8 +21,9 @@ from mxd.data.cache import (
     mixed_batches,
     write_cache,
 )
+from mxd.data.contexts import special_ids, token_blocks
 from mxd.data.store import Location
-from mxd.data.text import documents, special_ids, text_hash, token_blocks
+from mxd.data.text import documents, text_hash
 from mxd.model import FrozenModel, load_frozen
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")

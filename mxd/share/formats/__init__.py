@@ -20,7 +20,7 @@ from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
-from mxd.data.text import Blocks
+from mxd.data.contexts import Blocks
 from mxd.layers.transcoder import Transcoder
 from mxd.model import FrozenModel, load_frozen
 from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
