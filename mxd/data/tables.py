@@ -214,9 +214,11 @@ def _json(file: Unpacked) -> Iterator[Row]:
     if not is_array:
         yield from _jsonl(file)
         return
-    text = file.read(LONGEST + 1)
-    if len(text) > LONGEST:
-        raise ValueError(f"its array is longer than {LONGEST:,} bytes; write a row in each line of a .jsonl file")
+    text = bytearray()
+    for line in _lines(file.readline):  # read(n) would take n bytes at once, however short the file
+        text += line
+        if len(text) > LONGEST:
+            raise ValueError(f"its array is longer than {LONGEST:,} bytes; write a row in each line of a .jsonl file")
     for number, row in enumerate(parse_json(text.decode("utf-8-sig")), 1):
         try:
             yield _object(row)

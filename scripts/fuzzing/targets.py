@@ -279,7 +279,7 @@ def cache(folder: Path) -> Any:
 
 def cached(draw: Draw, root: Path, prepared: Any) -> Load:
     """An activation cache; the attacker knows how to seal one."""
-    from mxd.data.cache import cached_batches, cached_tokens, check_cache
+    from mxd.data.reading import cached_batches, cached_tokens, check_cache
 
     source, wanted = prepared
     shutil.copytree(source / "cache", root / "input")
@@ -297,7 +297,7 @@ def cached(draw: Draw, root: Path, prepared: Any) -> Load:
 
 
 def _seal_shards(folder: Path) -> None:
-    from mxd.data.cache import _seal
+    from mxd.data.shards import seal_of
 
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         for path in folder.glob("shard-*.json"):
@@ -308,7 +308,7 @@ def _seal_shards(folder: Path) -> None:
             if data.is_file() and not data.is_symlink():
                 said |= {"size": data.stat().st_size, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
             said.pop("seal", None)
-            said["seal"] = _seal(json.loads((folder / "cache.json").read_text()), said)
+            said["seal"] = seal_of(json.loads((folder / "cache.json").read_text()), said)
             path.write_text(json.dumps(said))
 
 
