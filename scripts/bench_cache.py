@@ -20,7 +20,8 @@ import torch
 
 from mxd.artifacts.provenance import versions
 from mxd.data.activations import Batch, Cursor, Mine, ahead
-from mxd.data.cache import Dtype, Stream, cache_bytes, cached_batches, claim_cache, mixed_batches, write_cache
+from mxd.data.cache import Dtype, Stream, cache_bytes, claim_cache, write_cache
+from mxd.data.reading import cached_batches, mixed_batches
 
 BATCH, WINDOW = 4096, 32
 """Tokens in a batch, batches in a window: the defaults of a run."""

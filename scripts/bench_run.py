@@ -27,7 +27,8 @@ import torch
 from mxd.artifacts.provenance import versions
 from mxd.config import RunConfig, parse_config
 from mxd.data.activations import Batch
-from mxd.data.text import documents, token_blocks
+from mxd.data.contexts import token_blocks
+from mxd.data.text import documents
 from mxd.evaluation.faithfulness import evaluate
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mxd.data.activations import activation_batches
-from mxd.data.text import documents, special_ids, token_blocks
+from mxd.data.contexts import special_ids, token_blocks
+from mxd.data.text import documents
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops.losses import normalized_mse

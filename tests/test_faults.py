@@ -319,7 +319,7 @@ def test_a_nan_in_an_activation(whole, config, trained_gpt2, at_forward):
 
 
 def test_a_stream_that_breaks_off(tmp_path, trained_gpt2, monkeypatch):
-    data = importlib.import_module("mxd.data.text")
+    data = importlib.import_module("mxd.data.tables")
 
     def breaking():
         yield from pieces()[:600]
@@ -331,7 +331,7 @@ def test_a_stream_that_breaks_off(tmp_path, trained_gpt2, monkeypatch):
     source(iter(pieces()))
     whole = train(small(tmp_path, run="whole", **STREAM), model=trained_gpt2)
     config = small(tmp_path, run="cut", **STREAM)
-    source(data._guarded(breaking(), "org/set"))
+    source(row["text"] for _, row in data.hub_rows("org/set", ({"text": text} for text in breaking())))
     with pytest.raises(MxdError, match=r"reading 'org/set' failed: the server hung up$"):
         train(config, model=trained_gpt2)
     (step,) = states(config)

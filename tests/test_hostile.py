@@ -33,8 +33,8 @@ from mxd.common.files import read_json, read_text, regular
 from mxd.common.parsing import MOST_VALUES, parse_json, parse_yaml, without_surrogates
 from mxd.common.progress import PlainConsole
 from mxd.config import RunConfig, load_config, parse_config
+from mxd.data.labelled import labelled_texts
 from mxd.data.text import documents
-from mxd.evaluation.labelled import labelled_texts
 from mxd.layers import parse_layer
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
@@ -362,7 +362,7 @@ def test_deep_or_endless_lines_are_refused(tmp_path):
         path = written(tmp_path / "t.jsonl", text)
         with pytest.raises(MxdError, match="cannot read text"):
             documents(str(path))
-        with pytest.raises(MxdError, match="cannot read texts"):
+        with pytest.raises(MxdError, match="cannot read text"):
             labelled_texts(path)
 
 

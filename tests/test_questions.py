@@ -68,7 +68,7 @@ def test_what_a_command_takes_in_another_form_says_the_same():
 def functions():
     """Every public function of the evaluations with the config of its question."""
     for module, config in MODULES.items():
-        path = f"mxd.evaluation.{module}"
+        path = f"mxd.{'data' if module == 'labelled' else 'evaluation'}.{module}"
         for name, function in inspect.getmembers(import_module(path), inspect.isfunction):
             if function.__module__ == path and not name.startswith("_"):
                 yield module, name, function, PURGING if name in ("evaluate_purging", "scored_texts") else config

@@ -429,7 +429,11 @@ def _dataset(data: Mapping[str, Any]) -> str | None:
     """Return a text's name on the Hub, if it has one; ``org/name[:config][@revision]`` in the data."""
     source = str(data.get("source", ""))
     name = source.partition("@")[0].partition(":")[0]
-    if "/" not in name or not _is_id(name) or Path(name).suffix in (".txt", ".jsonl", ".parquet"):
+    if (
+        "/" not in name
+        or not _is_id(name)
+        or Path(name).suffix in (".txt", ".csv", ".json", ".jsonl", ".gz", ".parquet")
+    ):
         return None
     return None if Path(name).exists() else name
 

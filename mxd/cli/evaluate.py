@@ -193,9 +193,10 @@ def mask(
 
     Args:
         checkpoints: as for evaluate.
-        domains: labelled texts: a bundled set (factbook, languages), a .csv, .jsonl or .parquet file, or a Hub dataset.
-        scores: texts with a number each (or a list, one for each token), a .csv, .jsonl or .parquet file: units are
-            masked that correlate with it over tokens, more than by chance.
+        domains: labelled texts: a bundled set (factbook, languages), a file, folder or pattern, or a Hub dataset, as
+            for probe.
+        scores: texts with a number each (or a list, one for each token), likewise: units are masked that correlate
+            with it over tokens, more than by chance.
         text_column: field that holds the text.
         label_column: field that holds the domain.
         score_column: field that holds the number.
@@ -246,8 +247,9 @@ def probe(
 
     Args:
         checkpoints: as for evaluate.
-        sets: labelled set, repeated for several: factbook, languages, gender; a .csv, .jsonl or .parquet file; or a Hub
-            dataset. `python scripts/fetch_probing.py` fetches more.
+        sets: labelled set, repeated for several: factbook, languages, gender; a .csv, .json, .jsonl (each also .gz) or
+            .parquet file, a folder of them or a pattern ('folder/*.csv'); or a Hub dataset. `python
+            scripts/fetch_probing.py` fetches more.
         level: probe the mean over a text's tokens, over those of its span (columns start and end: characters), or its
             last token; by default the span where the set has one.
         last: which 128 tokens of a longer text are read; by default the first, at other levels than sample the last.

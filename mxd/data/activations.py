@@ -25,7 +25,7 @@ from torch import Tensor
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, Processes
 from mxd.common.stop import Stopped
-from mxd.data.text import Blocks, mask_of
+from mxd.data.contexts import Blocks, mask_of
 from mxd.model.frozen import FrozenModel
 
 T = TypeVar("T")

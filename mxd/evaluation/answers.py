@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mxd.data.labelled import labelled_texts, scored_texts
 from mxd.evaluation.checkpoints import Subject, describe, measure
 from mxd.evaluation.harness import Tasks
-from mxd.evaluation.labelled import labelled_texts
-from mxd.evaluation.masking import evaluate_masking, evaluate_purging, scored_texts
+from mxd.evaluation.masking import evaluate_masking, evaluate_purging
 from mxd.evaluation.structure import evaluate_structure
 from mxd.evaluation.units import evaluate_units
 from mxd.questions import FaithfulnessConfig, MaskingConfig, PurgingConfig, StructureConfig, UnitsConfig

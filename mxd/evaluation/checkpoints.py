@@ -14,7 +14,8 @@ from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
-from mxd.data.text import Blocks, documents, token_blocks
+from mxd.data.contexts import Blocks, token_blocks
+from mxd.data.text import documents
 from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.harness import Tasks, score
 from mxd.model.frozen import FrozenModel

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import Blocks, mask_of, special_ids
+from mxd.data.contexts import Blocks, mask_of, special_ids
 from mxd.evaluation.account import Account
 from mxd.evaluation.structure import streamed
 from mxd.layers import ReplacementLayer

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import head_ids
+from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.faithfulness import Sets
 from mxd.model.frozen import FrozenModel

@@ -10,7 +10,6 @@ import heapq
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,10 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
-from mxd.common.parsing import without_surrogates
 from mxd.common.progress import Advance, progress
-from mxd.data.text import head_ids, mask_of, special_ids
+from mxd.data.contexts import head_ids, mask_of, special_ids
 from mxd.evaluation.correlation import Correlation, Correlations, text_sums
 from mxd.evaluation.faithfulness import Mean, cross_entropy
-from mxd.evaluation.labelled import SUFFIXES, check_columns, read_rows
 from mxd.evaluation.structure import codes, evaluating
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
@@ -272,42 +269,6 @@ def belonging(scores: Float[Tensor, "domains units"], ratio: float = DEFAULTS.ma
     """Return the domain of each unit, -1 for none: where its score is at least ``ratio`` times the next largest."""
     best, second = scores.topk(2, dim=0).values
     return torch.where((best > 0) & (best >= ratio * second), scores.argmax(0), -1)
-
-
-def scored_texts(
-    path: str | Path, text_column: str = PURGING.text_column, score_column: str = PURGING.score_column
-) -> tuple[list[str], list[Score]]:
-    """Read texts with a number each, or one for each token, from a ``.csv``, ``.jsonl`` or ``.parquet`` file.
-
-    Raises:
-        MxdError: no such file or column, or a row without a text or a number.
-    """
-    path = Path(path)
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise MxdError(f"no scored texts at {str(path)!r}; expected a file: {', '.join(SUFFIXES)}.")
-    texts: list[str] = []
-    found: list[Score] = []
-    for number, row in enumerate(read_rows(path), 1):
-        check_columns(f"{path}, row {number}", row, {"--text-column": text_column, "--score-column": score_column})
-        text, score = row[text_column], row[score_column]
-        if path.suffix == ".csv":
-            score = _numeric(score)
-        numbers = score if isinstance(score, list) and score else [score]
-        if not isinstance(text, str) or not all(isinstance(n, int | float) and np.isfinite(n) for n in numbers):
-            raise MxdError(
-                f"{path}, row {number}: got the text {text!r} and the score {score!r}; expected a number, or a list of "
-                "them, one for each token."
-            )
-        texts.append(without_surrogates(text))
-        found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
-    return texts, found
-
-
-def _numeric(cell: str | None) -> Any:
-    try:
-        return float({"true": "1", "false": "0"}.get(cell.lower(), cell)) if cell is not None else None
-    except ValueError:
-        return cell
 
 
 def halves(

@@ -25,9 +25,9 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import head_ids
+from mxd.data.contexts import head_ids
+from mxd.data.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.checkpoints import Subject, describe
-from mxd.evaluation.labelled import LabelledTexts, labelled_texts
 from mxd.layers.base import ACTIVATIONS
 from mxd.layers.gates import Gate
 from mxd.model.frozen import FrozenModel

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import head_ids
+from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued, greedy
 from mxd.layers import ReplacementLayer

@@ -13,7 +13,7 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import Blocks, head_ids, mask_of
+from mxd.data.contexts import Blocks, head_ids, mask_of
 from mxd.layers import Code, ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.text import Blocks
+from mxd.data.contexts import Blocks
 from mxd.evaluation.bands import Band, BandSamples
 from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel

@@ -5,7 +5,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Code, ReplacementLayer
+from mxd.layers.base import ReplacementLayer
+from mxd.layers.code import Code
 from mxd.ops.losses import normalize, squared_error
 
 

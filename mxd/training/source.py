@@ -10,19 +10,11 @@ from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
 from mxd.config import RunConfig, plain_config, recorded
 from mxd.data.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_activations, check_text
-from mxd.data.cache import (
-    Dtype,
-    cache_bytes,
-    cache_hash,
-    cached_batches,
-    cached_tokens,
-    check_cache,
-    claim_cache,
-    mixed_batches,
-    write_cache,
-)
+from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
+from mxd.data.contexts import special_ids, token_blocks
+from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.store import Location
-from mxd.data.text import documents, special_ids, text_hash, token_blocks
+from mxd.data.text import documents, text_hash
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gzip
 import hashlib
 import io
 import json
@@ -278,7 +279,7 @@ def cache(folder: Path) -> Any:
 
 def cached(draw: Draw, root: Path, prepared: Any) -> Load:
     """An activation cache; the attacker knows how to seal one."""
-    from mxd.data.cache import cached_batches, cached_tokens, check_cache
+    from mxd.data.reading import cached_batches, cached_tokens, check_cache
 
     source, wanted = prepared
     shutil.copytree(source / "cache", root / "input")
@@ -296,7 +297,7 @@ def cached(draw: Draw, root: Path, prepared: Any) -> Load:
 
 
 def _seal_shards(folder: Path) -> None:
-    from mxd.data.cache import _seal
+    from mxd.data.shards import seal_of
 
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         for path in folder.glob("shard-*.json"):
@@ -307,7 +308,7 @@ def _seal_shards(folder: Path) -> None:
             if data.is_file() and not data.is_symlink():
                 said |= {"size": data.stat().st_size, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
             said.pop("seal", None)
-            said["seal"] = _seal(json.loads((folder / "cache.json").read_text()), said)
+            said["seal"] = seal_of(json.loads((folder / "cache.json").read_text()), said)
             path.write_text(json.dumps(said))
 
 
@@ -530,6 +531,7 @@ def tables(folder: Path) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "t.json").write_text(json.dumps(rows))
     (folder / "t.txt").write_text("some words. " * 20)
     parquet.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
     nested = [{"text": {"a": [1]}, "label": [1, 2], "score": None}, {"text": None, "label": None, "score": 1e300}]
@@ -542,12 +544,15 @@ def table(draw: Draw, root: Path, source: Path, suffixes: tuple[str, ...]) -> Pa
     suffix = draw(st.sampled_from(suffixes))
     path = root / "input" / f"train{suffix}"
     path.parent.mkdir()
+    packed, suffix = suffix.endswith(".gz"), suffix.removesuffix(".gz")
     kind = draw(st.integers(0, 9))
     files = sorted(source.glob(f"*{suffix}"))
     data = files[draw(chances) % len(files)].read_bytes()
     if kind < 3 and suffix == ".jsonl":
         lines = [json.dumps(localised(spoilt(draw, json.loads(line)), root)) for line in data.splitlines()]
         data = "\n".join(lines).encode()
+    elif kind < 3 and suffix == ".json":
+        data = json.dumps(localised(spoilt(draw, json.loads(data)), root)).encode()
     elif kind < 3 and suffix == ".csv":
         buffer = io.StringIO()
         writer = csv.writer(buffer, quoting=draw(st.sampled_from((0, 1))))
@@ -560,8 +565,10 @@ def table(draw: Draw, root: Path, source: Path, suffixes: tuple[str, ...]) -> Pa
     elif kind == 4:
         big = b"x" * draw(st.sampled_from((200_000, 2_000_000)))
         data = {".csv": b'text,label\n"' + big, ".jsonl": b'{"text": "' + big + b'"}'}.get(suffix, big)
-    elif kind == 5 and suffix == ".jsonl":
+    elif kind == 5 and suffix in (".json", ".jsonl"):
         data = draw(st.sampled_from((b"[" * 50_000, b'{"text": ' * 50_000, b"1" * 9000, b'{"text": "\\ud800"}\n' * 3)))
+    if packed:  # damaged before or after
+        data = gzip.compress(damaged(draw, data) if draw(st.booleans()) else data, 1)
     path.write_bytes(damaged(draw, data, [file.read_bytes() for file in files]))
     if draw(st.integers(0, 19)) == 13:
         replace_file(draw, path, root)
@@ -570,29 +577,33 @@ def table(draw: Draw, root: Path, source: Path, suffixes: tuple[str, ...]) -> Pa
 
 def labelled(draw: Draw, root: Path, source: Path) -> Load:
     """A labelled set."""
-    from mxd.evaluation.labelled import labelled_texts
+    from mxd.data.labelled import labelled_texts
+    from mxd.data.tables import TABLES
 
-    path = table(draw, root, source, (".csv", ".jsonl", ".parquet"))
+    path = table(draw, root, source, TABLES)
     columns = draw(
         st.sampled_from((("text", "label"), ("text", "label"), ("label", "text"), ("\0", ""), ("text",) * 2))
     )
-    return lambda: _utf8(labelled_texts(path, *columns).texts)
+    at = draw(st.sampled_from((path, path.parent, path.parent / "*")))
+    return lambda: _utf8(labelled_texts(at, *columns).texts)
 
 
 def scored(draw: Draw, root: Path, source: Path) -> Load:
     """Texts with scores."""
-    from mxd.evaluation.masking import scored_texts
+    from mxd.data.labelled import scored_texts
+    from mxd.data.tables import TABLES
 
-    path = table(draw, root, source, (".csv", ".jsonl", ".parquet"))
+    path = table(draw, root, source, TABLES)
     return lambda: _utf8(scored_texts(path)[0])
 
 
 def documents(draw: Draw, root: Path, source: Path) -> Load:
     """Training text."""
+    from mxd.data.tables import DOCUMENTS
     from mxd.data.text import documents as read
 
-    path = table(draw, root, source, (".txt", ".jsonl", ".parquet"))
-    at = draw(st.sampled_from((path, path.parent)))
+    path = table(draw, root, source, DOCUMENTS)
+    at = draw(st.sampled_from((path, path.parent, path.parent / "*")))
     split = draw(st.sampled_from(("train", "train", "test", "../x")))
     return lambda: _utf8(list(read(str(at), split)))
 

@@ -12,7 +12,8 @@ import mxd
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance
 from mxd.data.activations import activation_batches
-from mxd.data.text import documents, special_ids, token_blocks
+from mxd.data.contexts import special_ids, token_blocks
+from mxd.data.text import documents
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.ops.losses import normalized_mse

@@ -14,7 +14,7 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.data.activations import Cursor, activation_batches, ahead, buffer_bytes
-from mxd.data.text import token_blocks
+from mxd.data.contexts import token_blocks
 from mxd.model.loading import load_frozen
 
 CONTEXT, BATCH = 9, 8

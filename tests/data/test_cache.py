@@ -30,22 +30,14 @@ from command import mxd
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, redact
 from mxd.common.processes import Processes
 from mxd.config import dump_config, parse_config
 from mxd.data.activations import Cursor, Share, activation_batches
-from mxd.data.cache import (
-    _seal,
-    cache_bytes,
-    cached_batches,
-    cached_tokens,
-    check_cache,
-    claim_cache,
-    mixed_batches,
-    mixed_runs,
-    write_cache,
-)
-from mxd.data.store import Store, redact
+from mxd.data.cache import cache_bytes, claim_cache, write_cache
+from mxd.data.reading import cached_batches, cached_tokens, check_cache, mixed_batches
+from mxd.data.shards import seal_of
+from mxd.data.store import Store
 from mxd.model.loading import load_frozen
 from mxd.training.source import activation_stream, cache_activations
 from mxd.training.trainer import train
@@ -756,27 +748,6 @@ def test_the_mixed_stream_is_read_from_between_any_two_batches(cache, batch_toke
     assert all_same(islice(read(Cursor()), 5), batches[:5])
 
 
-def test_a_batch_takes_equal_runs_of_each_shard_at_hand():
-    lengths = np.full(12, 1000)
-    members = []
-    for take in islice(mixed_runs(lengths, 64, 4, 0, Cursor()), 3 * 63):
-        taken = {m: sum(high - low for shard, low, high in take.runs if shard == m) for m in take.members}
-        assert len(taken) == 4 and max(taken.values()) - min(taken.values()) <= 1
-        assert sum(taken.values()) == 64 or take.end is None or take.end.batch == 0  # what a border cuts in two
-        assert len(take.runs) <= 5  # one run of each; at most one goes on at its shard's beginning
-        members += [take.members] if take.members not in members else []
-    assert sorted(m for group in members for m in group) == list(range(12))
-
-
-def test_shards_of_unequal_length_run_out_together():
-    lengths = np.array([100, 1000, 10, 500])
-    left = lengths.copy()
-    for take in islice(mixed_runs(lengths, 100, 4, 0, Cursor()), 16):
-        for shard_, low, high in take.runs:
-            left[shard_] -= high - low
-        assert (abs(left / left.sum() - lengths / 1610) < 0.05).all() or left.sum() < 100
-
-
 def test_mixed_means_are_those_of_the_shards_at_hand(cache, whole):
     batch = next(mixed_batches(cache, (0,), 8, 9))
     tokens = [w.sites[0][1] for w in whole[:12]]
@@ -1149,7 +1120,7 @@ def test_shards_that_are_there_and_do_not_meet_are_not_done(cache):
     said = json.loads(file.read_text())
     del said["seal"]
     said["start"]["text"] = "a" * 32
-    said["seal"] = _seal(json.loads((cache / "cache.json").read_text()), said)
+    said["seal"] = seal_of(json.loads((cache / "cache.json").read_text()), said)
     file.write_text(json.dumps(said))
     with pytest.raises(MxdError, match=r"shard-000004 begins at .*, and the shard before it ends at .* has changed"):
         write(cache, nothing)

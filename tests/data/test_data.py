@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damage import flipped
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
+from tables import SUFFIXES, write_table
 
 from mxd.common.bundled import bundled, bundled_path
 from mxd.common.errors import MxdError
-from mxd.data import text as data
-from mxd.data.text import documents, mask_of, special_ids, text_hash, token_blocks, token_folder
-from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
+from mxd.data import contexts
+from mxd.data.contexts import mask_of, special_ids, token_blocks, token_folder
+from mxd.data.labelled import BUNDLED_SETS, labelled_texts
+from mxd.data.text import documents, text_hash
 from mxd.model.loading import BUNDLED, load_frozen, outline
 
 
@@ -261,7 +263,7 @@ def test_ids_that_the_model_does_not_know_are_refused_and_never_read(tokenizer, 
     expected = packed(SENTENCES, tokenizer, vocabulary=4096)
     (file,) = folder.iterdir()
     for wrong in (4096, -1):
-        data._write(np.full((5, 4), wrong, np.int32), file)
+        contexts._write(np.full((5, 4), wrong, np.int32), file)
         assert packed(SENTENCES, tokenizer, vocabulary=4096) == expected
     with pytest.raises(MxdError, match=r"the model knows 0 \.\.\. 99"):
         packed(SENTENCES, tokenizer, vocabulary=100)
@@ -440,16 +442,13 @@ def test_either_source_of_the_bundled_text_can_be_read_alone(split):
 
 
 def write(path, texts, column="text"):
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({column: t}, ensure_ascii=False) + "\n" for t in texts), encoding="utf-8")
-    elif path.suffix == ".parquet":
-        Dataset.from_dict({column: texts}).to_parquet(str(path))
-    else:
+    if path.suffix == ".txt":
         path.write_text(texts[0], encoding="utf-8")
-    return path
+        return path
+    return write_table(path, [{column: text} for text in texts])
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_local_files_are_split_by_document(tmp_path, suffix):
     texts = [f"document number {i}" for i in range(400)]
     path = write(tmp_path / f"some{suffix}", texts)
@@ -488,27 +487,54 @@ def test_a_folder_of_other_files_is_split_by_document(tmp_path):
     assert sorted(found) == sorted([f"first {i}" for i in range(100)] + ["second"])
 
 
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path):
+    """And its text is known again by those files."""
+    parts = [[f"document {n}, {i}" for i in range(200)] for n in range(3)]
+    (tmp_path / "below").mkdir()
+    for name, texts in zip(("b.csv", "below/a.jsonl.gz", "c.jsonl"), parts, strict=True):
+        write(tmp_path / name, texts)
+
+    def read(pattern):
+        return [t for split in ("train", "validation", "test") for t in documents(f"{tmp_path}/{pattern}", split)]
+
+    assert sorted(read("*")) == sorted(parts[0] + parts[2])
+    assert sorted(read("**/*.jsonl*")) == sorted(parts[1] + parts[2])
+    every = documents(f"{tmp_path}/**/*")
+    assert every == [text for text in chain(*parts) if text in set(every)] and len(every) > 400
+    assert sorted(read("below/?.jsonl.gz")) == sorted(parts[1])
+    before = text_hash(f"{tmp_path}/*")
+    assert len(before) == 32 != text_hash(f"{tmp_path}/**/*") != before
+    assert text_hash(f"{tmp_path}/below/*") == text_hash(f"{tmp_path}/below/a.jsonl.gz")
+    write(tmp_path / "below/a.jsonl.gz", parts[1])
+    write(tmp_path / "c.jsonl", parts[1])
+    assert text_hash(f"{tmp_path}/*") != before
+    with pytest.raises(MxdError, match=r"no text at '.*/\*\.parquet'"):
+        read("*.parquet")
+    assert text_hash(f"{tmp_path}/*.parquet") is None
+
+
 def test_json_lines_end_at_newlines_only(tmp_path):
     texts = ["a\u2028b", "c\x85d", "e\x0cf"]
     write(tmp_path / "train.jsonl", texts)
     assert documents(str(tmp_path), "train") == texts
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_document_may_be_null(tmp_path, suffix):
-    write(tmp_path / f"train{suffix}", ["a", None, "b"])
-    assert documents(str(tmp_path), "train") == ["a", "", "b"]
+    texts = ["a", None, "b", "2024-01-01", "NA", "007"]  # the others are what they were
+    write_table(tmp_path / f"train{suffix}", [{"text": text, "n": n} for n, text in enumerate(texts)])
+    assert documents(str(tmp_path), "train") == ["a", "", "b", "2024-01-01", "NA", "007"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_another_column_and_a_missing_one(tmp_path, suffix):
     write(tmp_path / f"train{suffix}", ["a"], column="body")
     assert documents(str(tmp_path), "train", column="body") == ["a"]
-    with pytest.raises(MxdError, match=r"no text column 'text'; it has: body. Set data.column"):
+    with pytest.raises(MxdError, match=r"no column 'text'; it has: body. Set data.column"):
         documents(str(tmp_path), "train")
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".txt", *SUFFIXES])
 def test_a_binary_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"train{suffix}"
     path.write_bytes(b"\xff\xfe\x00\x80 binary" * 10)
@@ -522,17 +548,19 @@ def test_broken_json_and_json_that_is_no_object(tmp_path):
     with pytest.raises(MxdError, match="cannot read text from"):
         documents(str(tmp_path), "train")
     path.write_text('["a"]\n')
-    with pytest.raises(MxdError, match="no text column 'text'; it has: list"):
+    with pytest.raises(MxdError, match="line 1: expected an object with fields, got list"):
         documents(str(tmp_path), "train")
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(MxdError, match="no text file at"):
+    with pytest.raises(MxdError, match="no text at"):
         documents(str(tmp_path / "none.txt"))
-    with pytest.raises(MxdError, match=r"no text in .* expected a file or a folder of .txt, .jsonl, .parquet"):
+    with pytest.raises(
+        MxdError, match=r"no text at .*; expected a file, a folder, or .* of .txt, .csv, .*, .parquet\."
+    ):
         documents(str(tmp_path))
     (tmp_path / "code.py").write_text("pass")
-    with pytest.raises(MxdError, match="no text in"):
+    with pytest.raises(MxdError, match="no text at"):
         documents(str(tmp_path / "code.py"))
 
 
@@ -613,7 +641,7 @@ def test_a_streamed_hub_dataset_is_ordered_by_the_seed(hub):
 
 def test_a_hub_dataset_without_the_column_or_split(hub):
     for streaming in (False, True):
-        with pytest.raises(MxdError, match="no text column 'body'; it has: text"):
+        with pytest.raises(MxdError, match="no column 'body'; it has: text"):
             documents("org/name", column="body", streaming=streaming)
         with pytest.raises(MxdError, match="cannot load dataset 'org/name', split 'dev'"):
             documents("org/name", split="dev", streaming=streaming)

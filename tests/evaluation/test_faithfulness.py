@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.data.text import mask_of, special_ids
+from mxd.data.contexts import mask_of, special_ids
 from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
 from mxd.layers import LAYERS, size
 from mxd.model.frozen import FrozenModel
@@ -25,7 +25,8 @@ def model() -> FrozenModel:
 
 @pytest.fixture(scope="module")
 def rows(model: FrozenModel) -> np.ndarray:
-    from mxd.data.text import documents, token_blocks
+    from mxd.data.contexts import token_blocks
+    from mxd.data.text import documents
 
     stream = token_blocks(documents("bundled", "validation"), model.tokenizer, 32)(0)
     return np.stack([next(stream) for _ in range(11)])
@@ -237,7 +238,8 @@ def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows
 
 def test_with_its_constant_a_layer_answers_at_bos_as_the_mlp_does(model: FrozenModel) -> None:
     """Where BOS is the only special token, both splices are then one."""
-    from mxd.data.text import documents, token_blocks
+    from mxd.data.contexts import token_blocks
+    from mxd.data.text import documents
 
     layer = layer_for(model, bos_constant=True)
     bos = model.tokenizer.bos_token_id

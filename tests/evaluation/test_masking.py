@@ -7,6 +7,7 @@ import pytest
 import torch
 from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
+from tables import write_table
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -15,7 +16,6 @@ from mxd.evaluation.masking import (
     evaluate_masking,
     evaluate_purging,
     halves,
-    scored_texts,
 )
 from mxd.layers import LAYERS, Code
 from mxd.report.page import write_report
@@ -457,63 +457,7 @@ def test_mistakes_are_named(gpt2, trained_gpt2):
         evaluate_masking(trained_gpt2, sets, TEXTS, LABELS)
 
 
-# Files and the command
-
-
-def write_scored(folder, suffix, rows):
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    path = folder / f"scored{suffix}"
-    if suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        table = pyarrow.Table.from_pylist(rows)
-        csv.write_csv(table, path) if suffix == ".csv" else parquet.write_table(table, path)
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_scored_texts_of_every_format(tmp_path, suffix):
-    rows = [{"text": 'a "b",\nc', "score": 0.5, "toxic": 1}, {"text": "é", "score": 2.0, "toxic": 0}]
-    path = write_scored(tmp_path, suffix, rows)
-    assert scored_texts(path) == (['a "b",\nc', "é"], [0.5, 2.0])
-    assert scored_texts(path, score_column="toxic")[1] == [1.0, 0.0]
-    assert scored_texts(write_scored(tmp_path, suffix, [{"text": "a", "score": True}])) == (["a"], [1.0])
-    path = write_scored(tmp_path, suffix, rows)
-    if suffix != ".csv":
-        own = write_scored(tmp_path, suffix, [{"text": "a b", "score": [0.5, 1]}, {"text": "c", "score": [2.0]}])
-        assert scored_texts(own) == (["a b", "c"], [[0.5, 1], [2.0]])
-        path = write_scored(tmp_path, suffix, rows)
-    with pytest.raises(MxdError, match=r"no column 'body'; it has: text, score, toxic. Set --text-column"):
-        scored_texts(path, "body")
-
-
-def test_bad_scored_texts_are_named(tmp_path):
-    for name, content, message in (
-        ("a.txt", "x", r"expected a file: .csv, .jsonl, .parquet"),
-        ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
-        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score ''"),
-        ("k.csv", "text,score\na\n", "row 1: got the text 'a' and the score None"),
-        ("h.csv", "text,score\na,nan\n", "row 1: got the text 'a' and the score nan"),
-        ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
-        ("j.jsonl", '{"text": "a"}\n', "row 1: no column 'score'; it has: text"),
-        (
-            "f.jsonl",
-            '{"text": "a", "score": []}',
-            r"the score \[\]; expected a number, or a list of them, one for each",
-        ),
-        ("g.jsonl", '{"text": "a", "score": [1, null]}', r"the score \[1, None\]; expected a number"),
-        ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read texts"),
-        ("e.parquet", "no", "cannot read texts"),
-        ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read texts"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(MxdError, match=message):
-            scored_texts(path)
-    with pytest.raises(MxdError, match=r"no scored texts at 'nowhere\.csv'"):
-        scored_texts("nowhere.csv")
+# The command
 
 
 def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
@@ -530,7 +474,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
     assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
-    scored = write_scored(tmp_path, ".csv", [{"text": t, "score": "1" in t} for t in MANY])
+    scored = write_table(tmp_path / "scored.csv", [{"text": t, "score": "1" in t} for t in MANY])
     code, out, err = mxd(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()

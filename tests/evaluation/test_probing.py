@@ -14,7 +14,7 @@ from transformers import ByT5Tokenizer
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
-from mxd.evaluation.labelled import LabelledTexts, labelled_texts
+from mxd.data.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.probing import (
     Units,
     _pool,

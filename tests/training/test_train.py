@@ -99,7 +99,8 @@ def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -
 
 def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     from mxd.data.activations import activation_batches
-    from mxd.data.text import documents, token_blocks
+    from mxd.data.contexts import token_blocks
+    from mxd.data.text import documents
 
     config = small(tmp_path, training={"lr": 1e-12, "tokens": 512, "warmup_steps": 0})
     layer = load_layer(train(config) / "layer2-mxd-k8").layer

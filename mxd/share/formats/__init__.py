@@ -20,7 +20,7 @@ from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
-from mxd.data.text import Blocks
+from mxd.data.contexts import Blocks
 from mxd.layers.transcoder import Transcoder
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Code
+from mxd.layers.code import Code
 from mxd.layers.sparsity import JumpReLUConfig
 from mxd.layers.transcoder import Transcoder
 from mxd.ops.losses import normalized_mse

@@ -4,29 +4,18 @@ import json
 from collections import Counter
 
 import datasets
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
+from tables import SUFFIXES, write_table
 
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
-from mxd.evaluation.labelled import BUNDLED_SETS, labelled_texts
+from mxd.data.labelled import BUNDLED_SETS, labelled_texts, scored_texts
 
 ROWS = [("one, and\ntwo", "yes"), ('"quoted"', "no"), ("three", "yes")]
 
 
 def write(folder, suffix, text="text", label="label", rows=ROWS):
-    path = folder / f"some.{suffix}"
-    if suffix == "csv":
-        lines = ["{},{}".format(*('"' + c.replace('"', '""') + '"' for c in row)) for row in [(text, label), *rows]]
-        path.write_text("\n".join(lines), encoding="utf-8")
-    elif suffix == "jsonl":
-        path.write_text("\n".join(json.dumps({text: t, label: c}) for t, c in rows) + "\n\n", encoding="utf-8")
-    else:
-        table = {text: [t for t, _ in rows], label: [c for _, c in rows], "other": [0] * len(rows)}
-        pyarrow.parquet.write_table(pyarrow.table(table), path)
-    return path
+    return write_table(folder / f"some{suffix}", [{text: t, label: c} for t, c in rows])
 
 
 def test_bundled_sets_are_balanced_and_small():
@@ -54,7 +43,7 @@ def test_no_topic_is_told_by_the_field_names_of_the_factbook():
     assert not any(text.startswith(("Background:", "Terrain:", "Military branches:")) for text in found.texts)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_files_hold_texts_and_labels_in_order(tmp_path, suffix):
     path = write(tmp_path, suffix, "review", "stars")
     found = labelled_texts(path, "review", "stars")
@@ -63,7 +52,7 @@ def test_files_hold_texts_and_labels_in_order(tmp_path, suffix):
 
 
 def test_a_long_text_in_a_csv_and_a_byte_order_mark_are_read(tmp_path):
-    path = write(tmp_path, "csv", rows=[("x" * 200_000, "a"), ("y", "b")])
+    path = write(tmp_path, ".csv", rows=[("x" * 200_000, "a"), ("y", "b")])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert [len(text) for text in labelled_texts(path).texts] == [200_000, 1]
 
@@ -74,9 +63,9 @@ def test_whole_numbers_and_booleans_are_labels(tmp_path):
     assert labelled_texts(path).classes == ["3", "True"]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
-    with pytest.raises(MxdError, match=r"some, row 1: no column 'kind'; it has: text, label.*--label-column"):
+    with pytest.raises(MxdError, match=r"row 1: no column 'kind'; it has: text, label.*--label-column"):
         labelled_texts(write(tmp_path, suffix), label_column="kind")
 
 
@@ -88,7 +77,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
         ('{"text": "a", "label": [1]}', r"row 2: 'label' is \[1\]"),
         ('{"text": 7, "label": "b"}', "row 2: 'text' is 7; expected a text"),
         ('["a", "b"]', "line 2: expected an object with fields, got list"),
-        ("{", "cannot read texts"),
+        ("{", "cannot read text"),
         ('{"text": "a", "label": "first"}', "at least two; got only 'first'"),
     ],
 )
@@ -116,19 +105,13 @@ def test_short_rows_broken_files_and_empty_files_are_refused(tmp_path):
         labelled_texts(path)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_set_may_say_which_characters_its_labels_speak_of(tmp_path, suffix):
     rows = [
         {"text": "Ann, née O", "label": "a", "start": 5, "end": 8},
         {"text": "Bo", "label": "b", "start": 0, "end": 2},
     ]
-    path = tmp_path / f"some.{suffix}"
-    if suffix == "jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)))
-    else:
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.csv.write_csv(table, path) if suffix == "csv" else pyarrow.parquet.write_table(table, path)
-    found = labelled_texts(path)
+    found = labelled_texts(write_table(tmp_path / f"some{suffix}", rows))
     assert found.level == "span" and found.spans == [(5, 8), (0, 2)]
     assert [text[start:end] for text, (start, end) in zip(found.texts, found.spans, strict=True)] == ["née", "Bo"]
 
@@ -158,7 +141,7 @@ def test_a_span_that_is_none_of_the_texts_is_refused(tmp_path, span, message):
     ("source", "message"),
     [
         ("factbok", "no labelled set 'factbok'; bundled are: factbook, languages, gender"),
-        ("data/nothing.jsonl", "no labelled texts at 'data/nothing.jsonl'; expected a file: .csv, .jsonl, .parquet"),
+        ("data/nothing.jsonl", "no labelled texts at 'data/nothing.jsonl'; expected a file, a folder, or a pat"),
         (".", r"no labelled texts at '\.'"),
         ("mxd-nobody/nothing", "cannot load dataset 'mxd-nobody/nothing', split 'train'"),
     ],
@@ -175,8 +158,80 @@ def test_a_hub_dataset_gives_the_names_of_its_classes(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((args, options)) or table)
     found = labelled_texts("org/name:part@v1", split="test")
     assert found.labels == ["yes", "no"] and found.name == "org/name:part@v1"
-    assert asked == [(("org/name", "part"), {"split": "test", "revision": "v1"})]
+    assert asked == [(("org/name", "part"), {"split": "test", "streaming": False, "revision": "v1"})]
     unlabelled = datasets.Dataset.from_dict({"text": ["a"], "label": [-1]}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: unlabelled)
     with pytest.raises(MxdError, match="row 1: 'label' is None"):
         labelled_texts("org/name")
+
+
+# Scores
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_scored_texts_of_every_format(tmp_path, suffix):
+    rows = [{"text": 'a "b",\nc', "score": 0.5, "toxic": 1}, {"text": "é", "score": 2.0, "toxic": 0}]
+    path = write_table(tmp_path / f"scored{suffix}", rows)
+    assert scored_texts(path) == (['a "b",\nc', "é"], [0.5, 2.0])
+    assert scored_texts(path, score_column="toxic")[1] == [1.0, 0.0]
+    with pytest.raises(MxdError, match=r"no column 'body'; it has: text, score, toxic. Set --text-column"):
+        scored_texts(path, "body")
+    assert scored_texts(write_table(path, [{"text": "a", "score": True}])) == (["a"], [1.0])
+    if ".csv" not in suffix:
+        own = write_table(path, [{"text": "a b", "score": [0.5, 1]}, {"text": "c", "score": [2.0]}])
+        assert scored_texts(own) == (["a b", "c"], [[0.5, 1], [2.0]])
+
+
+def test_bad_scored_texts_are_named(tmp_path):
+    for name, content, message in (
+        ("a.txt", "x", r"no scored texts at .*a\.txt'; expected a file, a folder, or a pattern"),
+        ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
+        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score ''"),
+        ("k.csv", "text,score\na\n", "row 1: got the text 'a' and the score None"),
+        ("h.csv", "text,score\na,nan\n", "row 1: got the text 'a' and the score nan"),
+        ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
+        ("j.jsonl", '{"text": "a"}\n', "row 1: no column 'score'; it has: text"),
+        (
+            "f.jsonl",
+            '{"text": "a", "score": []}',
+            r"the score \[\]; expected a number, or a list of them, one for each",
+        ),
+        ("g.jsonl", '{"text": "a", "score": [1, null]}', r"the score \[1, None\]; expected a number"),
+        ("d.jsonl", '{"text": "a", "score": 1}\n{"te', "cannot read text"),
+        ("e.parquet", "no", "cannot read text"),
+        ("f.jsonl", b'{"text": "a", "sc\xf4": 1}\n', "cannot read text"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(MxdError, match=message):
+            scored_texts(path)
+    with pytest.raises(MxdError, match=r"no scored texts at 'nowhere\.csv'"):
+        scored_texts("nowhere.csv")
+
+
+def test_a_folder_or_a_pattern_is_one_set(tmp_path):
+    """In the order of the files' names; a bad row is named with its file."""
+    rows = [{"text": f"text {n}", "label": f"class {n % 2}", "score": n / 4} for n in range(6)]
+    for name, part in (("b.jsonl.gz", rows[2:4]), ("a.csv", rows[:2]), ("c.json", rows[4:])):
+        write_table(tmp_path / name, part)
+    (tmp_path / "notes.md").write_text("not a table")
+    for source in (tmp_path, f"{tmp_path}/*.*", f"{tmp_path}/[a-c].*"):
+        found = labelled_texts(source)
+        assert found.texts == [row["text"] for row in rows] and found.labels == [row["label"] for row in rows]
+        assert found.name == str(source)
+        assert scored_texts(source) == (found.texts, [row["score"] for row in rows])
+    assert labelled_texts(f"{tmp_path}/b*").name == "b"
+    write_table(tmp_path / "d.jsonl", [rows[0], {"text": 3, "label": "x", "score": "high"}])
+    for read, message in ((labelled_texts, "'text' is 3"), (scored_texts, "the score 'high'")):
+        with pytest.raises(MxdError, match=rf"{tmp_path}/d\.jsonl, row 2: .*{message}"):
+            read(f"{tmp_path}/*")
+    with pytest.raises(MxdError, match=r"no labelled texts at .*/\*\.parquet'"):
+        labelled_texts(f"{tmp_path}/*.parquet")
+
+
+def test_scores_of_a_hub_dataset(monkeypatch):
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "toxicity": [0.25, 1.0]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
+    assert scored_texts("org/name", score_column="toxicity") == (["a", "b"], [0.25, 1.0])
+    with pytest.raises(MxdError, match="org/name, row 1: no column 'score'; it has: text, toxicity"):
+        scored_texts("org/name")

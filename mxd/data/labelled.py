@@ -1,0 +1,166 @@
+"""Texts with a label or a score each: the bundled sets, tables of this machine, datasets of the Hub."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from mxd.common.bundled import bundled
+from mxd.common.errors import MxdError
+from mxd.common.parsing import without_surrogates
+from mxd.data.tables import TABLES, Located, check_columns, file_rows, hub_rows, hub_table, local_files, stem_of
+from mxd.questions import DEFAULTS, PURGING
+
+BUNDLED_SETS = ("factbook", "languages", "gender")
+"""See ``mxd/assets/README.md``."""
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with one label each."""
+
+    name: str
+    """What results call the set."""
+    texts: list[str]
+    """The texts."""
+    labels: list[str]
+    """The label of each."""
+    spans: list[tuple[int, int]] | None = None
+    """Where in each text what the label speaks of stands, where that is not the whole text: first character, and the
+    one after the last."""
+
+    @property
+    def level(self) -> str:
+        """What is probed unless something else is asked for: the ``span``, or the whole text, the ``sample``."""
+        return "sample" if self.spans is None else "span"
+
+    @property
+    def classes(self) -> list[str]:
+        """The labels there are, sorted."""
+        return sorted(set(self.labels))
+
+
+def labelled_texts(
+    source: str | Path,
+    text_column: str = DEFAULTS.probing.text_column,
+    label_column: str = DEFAULTS.probing.label_column,
+    split: str = DEFAULTS.probing.split,
+) -> LabelledTexts:
+    """Read a labelled set.
+
+    Labels may be strings, whole numbers or booleans; a Hub dataset's class numbers become their names. Columns
+    ``start`` and ``end``, where there are both, say which characters the label speaks of, those of a name for example.
+
+    Args:
+        source: a bundled name (``factbook``, ``languages``, ``gender``); a local ``.csv``, ``.json``, ``.jsonl`` (each
+            also with ``.gz`` after it) or ``.parquet`` file, a folder of them or a pattern (``folder/*.jsonl.gz``); or
+            a Hub dataset, ``org/name[:config][@revision]``.
+        text_column: the field that holds the text.
+        label_column: the field that holds the label.
+        split: split of a Hub dataset; files are read whole.
+
+    Raises:
+        MxdError: nothing there, no such column or split, a row without text or label, a span that is none of the
+            text's, fewer than two classes, or the Hub cannot be reached.
+    """
+    source = str(source)
+    if source in BUNDLED_SETS:
+        return _checked(source, file_rows([bundled(f"probing/{source}.parquet")]), "text", "label")
+    if files := local_files(source, "labelled texts"):
+        name = stem_of(files[0]) if len(files) == 1 else source
+        return _checked(name, file_rows(files), text_column, label_column)
+    if "/" not in source:
+        raise MxdError(
+            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give a file, folder or pattern of "
+            f"{', '.join(TABLES)} (`python scripts/fetch_probing.py` fetches some) or a Hub dataset, "
+            "org/name[:config][@revision]."
+        )
+    table = hub_table(source, split, f"a bundled set ({', '.join(BUNDLED_SETS)})")
+    names = getattr(table.features.get(label_column), "names", None)
+    rows = hub_rows(source, table)
+    return _checked(source, _named(rows, label_column, names) if names else rows, text_column, label_column)
+
+
+def scored_texts(
+    source: str | Path,
+    text_column: str = PURGING.text_column,
+    score_column: str = PURGING.score_column,
+    split: str = "train",
+) -> tuple[list[str], list[float | list[float]]]:
+    """Read texts with a number each, or one for each token.
+
+    Args:
+        source: files of this machine or a Hub dataset, as for ``labelled_texts``.
+        text_column: the field that holds the text.
+        score_column: the field that holds the number, or the list of them.
+        split: split of a Hub dataset; files are read whole.
+
+    Raises:
+        MxdError: nothing there, no such column or split, a row without a text or a number, or the Hub cannot be
+            reached.
+    """
+    source = str(source)
+    files = local_files(source, "scored texts")
+    rows = file_rows(files) if files else hub_rows(source, hub_table(source, split, "texts with scores"))
+    texts: list[str] = []
+    found: list[float | list[float]] = []
+    for where, row in rows:
+        check_columns(where, row, {"--text-column": text_column, "--score-column": score_column})
+        text, score = row[text_column], _numeric(row[score_column])
+        numbers = score if isinstance(score, list) and score else [score]
+        if not isinstance(text, str) or not all(isinstance(n, int | float) and isfinite(n) for n in numbers):
+            raise MxdError(
+                f"{where}: got the text {text!r} and the score {score!r}; expected a number, or a list of them, one "
+                "for each token."
+            )
+        texts.append(without_surrogates(text))
+        found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
+    return texts, found
+
+
+def _numeric(cell: Any) -> Any:
+    """Return the number that a text spells, as in the cells of a CSV, and anything else as it is."""
+    try:
+        return float({"true": "1", "false": "0"}.get(cell.lower(), cell)) if isinstance(cell, str) else cell
+    except ValueError:
+        return cell
+
+
+def _named(rows: Iterable[Located], column: str, names: list[str]) -> Iterator[Located]:
+    """Put the names of classes in the place of their numbers; a Hub dataset's -1 stands for no label."""
+    of = dict(enumerate(names))
+    for where, row in rows:
+        yield where, row | {column: of.get(row[column])}
+
+
+def _checked(name: str, rows: Iterable[Located], text_column: str, label_column: str) -> LabelledTexts:
+    texts, labels, spans = [], [], []
+    for where, row in rows:
+        check_columns(where, row, {"--text-column": text_column, "--label-column": label_column})
+        text, label = row[text_column], row[label_column]
+        if not isinstance(text, str):
+            raise MxdError(f"{where}: {text_column!r} is {text!r}; expected a text.")
+        if not isinstance(label, str | int) or label == "":
+            raise MxdError(f"{where}: {label_column!r} is {label!r}; expected the name or number of a class.")
+        texts.append(without_surrogates(text))
+        labels.append(without_surrogates(str(label)))
+        if "start" in row and "end" in row:
+            spans.append(_span(where, row["start"], row["end"], len(text)))
+    if spans and len(spans) < len(texts):
+        raise MxdError(f"{name}: {len(spans)} of {len(texts)} rows have a span, start and end; give it to all or none.")
+    found = LabelledTexts(name, texts, labels, spans or None)
+    if len(found.classes) < 2:
+        got = f"only {found.classes[0]!r}" if found.classes else "no rows"
+        raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")
+    return found
+
+
+def _span(where: str, start: Any, end: Any, length: int) -> tuple[int, int]:
+    first, last = (int(n) if isinstance(n, str) and n.isdecimal() and len(n) < 10 else n for n in (start, end))
+    if type(first) is not int or type(last) is not int or not 0 <= first < last <= length:
+        raise MxdError(
+            f"{where}: start and end are {start!r} and {end!r}; expected the characters of a span of the "
+            f"text, 0 <= start < end <= {length}. Rename the columns if they mean something else."
+        )
+    return first, last
