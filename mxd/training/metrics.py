@@ -151,15 +151,13 @@ class Metrics:
             for name, v in shown
         ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
 
-    @property
-    def bytes(self) -> int:
-        """The size of ``metrics.jsonl``."""
-        return self.file.stat().st_size if self.file.exists() else 0
-
-    def settle(self) -> None:
-        """See to it that all lines are on the disk."""
-        if self.processes.first and self.file.exists():
+    def settle(self) -> int:
+        """See to it that all lines are on the disk, and return the size of ``metrics.jsonl``."""
+        if not self.file.exists():
+            return 0
+        if self.processes.first:
             settle(self.file)
+        return self.file.stat().st_size
 
     def cut(self, size: int, step: int) -> None:
         """Forget the lines that were written after a state was saved: they will be written again.

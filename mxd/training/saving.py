@@ -103,7 +103,7 @@ class Saver:
         if step in (0, self.saved):
             return
         self.check_losses(step)
-        self.metrics.settle()
+        metrics_bytes = self.metrics.settle()
         self.metrics.merge()
         info = Info(
             run_id=self.run_id,
@@ -112,7 +112,7 @@ class Saver:
             origin=self.origin,
             cursor=cursor,
             counted=self.metrics.of_all({job.name: job.stats.tokens for job in self.jobs}),
-            metrics_bytes=self.metrics.bytes,
+            metrics_bytes=metrics_bytes,
             reported=self.metrics.reported,
         )
         parts = {job.name: tensors_of(job) for job in self.jobs}

@@ -275,8 +275,8 @@ def test_a_runs_timeout_is_its_launchs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise TimeoutError(minutes)
 
     run = parse_config(config(Path("none"), "r") | {"timeout": 3})
-    for where, begin in (("train", lambda: train(run)), ("stream", lambda: cache_activations(run, "none"))):
-        monkeypatch.setattr(import_module(f"mxd.{where}"), "launched", joined)
+    for where, begin in (("trainer", lambda: train(run)), ("source", lambda: cache_activations(run, "none"))):
+        monkeypatch.setattr(import_module(f"mxd.training.{where}"), "launched", joined)
         with pytest.raises(TimeoutError, match=r"^3\.0$"):
             begin()
 
