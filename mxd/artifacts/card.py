@@ -10,18 +10,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import BaseModel, ValidationError, create_model
 
-from mxd.common.errors import MxdError, printable
+from mxd.artifacts.measured import Evaluation, Replaced, Result
+from mxd.artifacts.provenance import Provenance
+from mxd.common.errors import printable
 from mxd.common.markdown import grid, literal
 from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
-from mxd.metrics import CE_INCREASE, FVU, KL, METRICS, NMSE, QUESTIONS, RECOVERED, Metric, explained
+from mxd.metrics import CE_INCREASE, FVU, KL, NMSE, QUESTIONS, RECOVERED, Metric, explained
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),
@@ -45,95 +46,6 @@ UNKNOWN = "unknown"
 """The Hub's name for a license that nobody has stated."""
 
 
-@runtime_checkable
-class Origin(Protocol):
-    """What a card needs of a layer's provenance."""
-
-    @property
-    def model(self) -> str: ...  # noqa: D102
-    @property
-    def revision(self) -> str | None: ...  # noqa: D102
-    @property
-    def layer(self) -> int: ...  # noqa: D102
-    @property
-    def fingerprint(self) -> str: ...  # noqa: D102
-    @property
-    def input_convention(self) -> str: ...  # noqa: D102
-    @property
-    def model_dtype(self) -> str: ...  # noqa: D102
-    @property
-    def masked_ids(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def data(self) -> dict[str, Any]: ...  # noqa: D102
-    @property
-    def training(self) -> dict[str, Any]: ...  # noqa: D102
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-    @property
-    def seed(self) -> int: ...  # noqa: D102
-    @property
-    def versions(self) -> dict[str, str]: ...  # noqa: D102
-
-
-_FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["evaluation"] if "." not in m.key}
-_Numbers: Any = create_model("_Numbers", **_FIELDS)
-
-
-class Replaced(BaseModel):
-    """One layer of a measured splice."""
-
-    method: str
-    sparsity: str
-    layer: int
-    units: int
-    params: int
-    tokens_trained: int
-
-
-class Around(BaseModel):
-    """What was measured with the base MLP answering at special tokens."""
-
-    ce_increase: float
-
-
-class Site(_Numbers):
-    """What was measured at one MLP."""
-
-
-class Result(_Numbers):
-    """What was measured of one splice."""
-
-    tokens: int
-    ce_base: float
-    ce_zero: float | None = None
-    ce_increase: float
-    around_special: Around | None = None
-    layers: dict[str, Site]
-    replacements: list[Replaced]
-
-
-class Evaluation(BaseModel):
-    """What a card reads of an ``evaluation.json``."""
-
-    model: str
-    data: dict[str, Any]
-    results: dict[str, Result]
-
-    @classmethod
-    def read(cls, path: Path) -> "Evaluation | None":
-        """Read a file; ``None`` where there is none.
-
-        Raises:
-            MxdError: it is not what ``mxd evaluate`` writes.
-        """
-        if not path.is_file():
-            return None
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise MxdError(f"{path} is not what `mxd evaluate` writes; run that again, or delete it.") from error
-
-
 @dataclass(frozen=True)
 class Member:
     """A layer as its card sees it."""
@@ -141,7 +53,7 @@ class Member:
     name: str
     """Its folder in a set; nothing for a layer by itself."""
     config: ReplacementConfig
-    origin: Origin
+    origin: Provenance
     evaluation: Evaluation | None = None
     called: str = ""
     """The last part of its name in the evaluation, where that is not ``name``."""
@@ -346,7 +258,7 @@ def _training(members: Sequence[Member]) -> list[str]:
     return ["## Training", *(f"{', '.join(f'`{n}`' for n in names)}:\n\n{recipe}" for recipe, names in recipes.items())]
 
 
-def _recipe(origin: Origin) -> str:
+def _recipe(origin: Provenance) -> str:
     data, training = origin.data, origin.training
     settings = training.get("settings")
     settings = settings if isinstance(settings, dict) else {}
@@ -420,7 +332,7 @@ def _limits(members: Sequence[Member], license: str | None) -> list[str]:
     return ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
 
 
-def _on_hub(origin: Origin) -> bool:
+def _on_hub(origin: Provenance) -> bool:
     """Whether the base model came from the Hub: it has a valid name there, and a commit."""
     return _is_id(origin.model) and re.fullmatch(r"[0-9a-f]{40}", origin.revision or "") is not None
 

@@ -6,9 +6,10 @@ from filecmp import cmp
 from pathlib import Path
 
 from mxd.artifacts import hub
-from mxd.artifacts.card import FIGURE, Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
 from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, layers_in, load_strictly
 from mxd.artifacts.hub import HubReference
+from mxd.artifacts.measured import Evaluation
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file, atomic_folder
 

@@ -143,7 +143,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
 
 def _draw(folder: Path) -> None:
     """Draw the figure of an evaluated run, where it is missing or older than the numbers."""
-    from mxd.artifacts.card import Evaluation
+    from mxd.artifacts.measured import Evaluation
     from mxd.common.files import read_json
     from mxd.report.figures import frontier
 

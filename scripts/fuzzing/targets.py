@@ -668,8 +668,9 @@ def cards(folder: Path) -> Any:
 
 def card(draw: Draw, root: Path, prepared: Any) -> Load:
     """What model cards are made of."""
-    from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
+    from mxd.artifacts.card import Member, layer_card, license_of, set_card
     from mxd.artifacts.folders import read_layer
+    from mxd.artifacts.measured import Evaluation
 
     config, evaluation, readme = prepared
     folder = root / "input"

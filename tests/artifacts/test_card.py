@@ -9,7 +9,8 @@ from huggingface_hub import ModelCard, constants
 from loopback_hub import LoopbackHub, check_metadata
 from markdown_it import MarkdownIt
 
-from mxd.artifacts.card import Evaluation, Member, layer_card, license_of, set_card
+from mxd.artifacts.card import Member, layer_card, license_of, set_card
+from mxd.artifacts.measured import Evaluation
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape

@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from full_run import masked, purged
 from rich.console import Console
 
 from mxd.common.errors import MxdError
+from mxd.metrics import LEADER, MASKING, NORMALIZED_RANK, PURGING, RANKED
 from mxd.report.figures import frontier
 from mxd.report.tables import caption, markdown_tables, tables, terminal_tables
+from mxd.report.terminal import masking_table, purging_table, structure_table, terminal_diff
 
 
 def result(method: str, k: int | None, layer: int, increase: float) -> dict:
@@ -146,9 +150,34 @@ def test_names_in_a_figure_are_text_and_no_formulas(tmp_path: Path) -> None:
 
 
 def test_continuations_are_green_as_far_as_they_agree_and_red_from_there() -> None:
-    from mxd.report.terminal import terminal_diff
-
     example = {"prompt_text": "A [bold]", "base_tokens": [" b", " c", " d"], "spliced_tokens": [" b", " x", " d"]}
     text = terminal_diff(example)
     assert text.plain == "prompt   A [bold]\nbase      b c d\nspliced   b x d\n         1 of 3 tokens agree\n"
     assert [(text.plain[s.start : s.end], s.style) for s in text.spans] == [(" b", "green"), (" x d", "red")]
+
+
+def test_tables_on_the_terminal_are_named_as_on_the_page() -> None:
+    rng = np.random.default_rng(0)
+    matrix = [[0.5, -0.25], [0.125, 0.25]]
+    errors = [[0.01, 0.02], [0.03, 0.04]]
+    masking = {**masked(rng, "", 0), "matrix": matrix, "loss": [3.0, 4.0], "control": matrix}
+    masking |= {"matrix_se": errors, "control_se": errors}
+    page = {metric.title for metric in MASKING}
+    table = masking_table("a", masking)
+    assert page <= {column.header for column in table.columns}
+    assert [list(column.cells)[-1] for column in table.columns][3:] == ["+0.3750", "-0.0100", "+0.1250", "+0.0625"]
+    assert list(table.columns[4].cells)[:2] == ["-0.2500", "+0.1250"]
+    purging = {**purged(rng, "", 0), "changes_se": errors}
+    table = purging_table("a", {**purging, "control_se": errors})
+    assert [column.header for column in table.columns] == [metric.title for metric in PURGING]
+    assert [list(column.cells)[1] for column in table.columns][:5] == ["0.1", "9", "7.5%", "12", "+0.2500 ± 0.0300"]
+    ranks = {"normalized_rank": 0.5, "experts": 1200, "shape": [3, 4], "leader": {"unit": 7, "share": 0.25}}
+    table = structure_table({"results": {"a": ranks}})
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells == {
+        "layer": ["a"],
+        NORMALIZED_RANK.title: ["0.5000"],
+        RANKED.title: ["1,200"],
+        "shape": ["3 x 4"],
+        LEADER.title: ["25.0% #7"],
+    }

@@ -1,0 +1,67 @@
+"""What a card reads of an ``evaluation.json``, which anyone may have written."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, create_model
+
+from mxd.common.errors import MxdError
+from mxd.metrics import METRICS
+
+_FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["evaluation"] if "." not in m.key}
+_Numbers: Any = create_model("_Numbers", **_FIELDS)
+
+
+class Replaced(BaseModel):
+    """One layer of a measured splice."""
+
+    method: str
+    sparsity: str
+    layer: int
+    units: int
+    params: int
+    tokens_trained: int
+
+
+class Around(BaseModel):
+    """What was measured with the base MLP answering at special tokens."""
+
+    ce_increase: float
+
+
+class Site(_Numbers):
+    """What was measured at one MLP."""
+
+
+class Result(_Numbers):
+    """What was measured of one splice."""
+
+    tokens: int
+    ce_base: float
+    ce_zero: float | None = None
+    ce_increase: float
+    around_special: Around | None = None
+    layers: dict[str, Site]
+    replacements: list[Replaced]
+
+
+class Evaluation(BaseModel):
+    """What a card reads of an ``evaluation.json``."""
+
+    model: str
+    data: dict[str, Any]
+    results: dict[str, Result]
+
+    @classmethod
+    def read(cls, path: Path) -> "Evaluation | None":
+        """Read a file; ``None`` where there is none.
+
+        Raises:
+            MxdError: it is not what ``mxd evaluate`` writes.
+        """
+        if not path.is_file():
+            return None
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise MxdError(f"{path} is not what `mxd evaluate` writes; run that again, or delete it.") from error
