@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mxd.common.errors import MxdError
-from mxd.data.activations import Share
+from mxd.data.exchange import Share
 from mxd.layers import ReplacementConfig
 
 

@@ -24,7 +24,8 @@ from mxd.common.files import atomic_file, clear_partials, partial_name, publish,
 from mxd.common.parsing import file_sha256, parse_json, read_text, regular
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
-from mxd.data.activations import MOST_USELESS, Cursor
+from mxd.data.activations import Cursor
+from mxd.data.checks import MOST_USELESS
 
 FORMAT = 3
 RUN_FILE = "run_id"
