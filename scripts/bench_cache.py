@@ -19,8 +19,9 @@ from typing import get_args
 import torch
 
 from mxd.artifacts.provenance import versions
-from mxd.data.activations import Batch, Cursor, Mine, ahead
+from mxd.data.activations import Batch, Cursor, Mine
 from mxd.data.cache import Dtype, Stream, cache_bytes, claim_cache, write_cache
+from mxd.data.prefetch import ahead
 from mxd.data.reading import cached_batches, mixed_batches
 
 BATCH, WINDOW = 4096, 32

@@ -9,12 +9,9 @@ In a launch of many processes each runs the base model over its part of a window
 the rows of the batches that it trains on. The batches are those of one process, whatever the number.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +21,10 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, Processes
-from mxd.common.stop import Stopped
+from mxd.data.checks import MOST_USELESS, check_activations, check_text
 from mxd.data.contexts import Blocks, mask_of
+from mxd.data.exchange import Share, WindowActivations, exchange_rows
 from mxd.model.frozen import FrozenModel
-
-T = TypeVar("T")
-
-MOST_USELESS = 1000
-"""Contexts in a row that may hold nothing but masked tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +53,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process takes from the stream: the activations of some layers, one of the equal parts of each batch."""
-
-    layers: tuple[int, ...]
-    part: int = 0
-    parts: int = 1
-
-    def rows(self, tokens: int) -> slice:
-        """Return which rows of a batch of so many tokens."""
-        size = tokens // self.parts
-        return slice(self.part * size, (self.part + 1) * size)
-
-
-@dataclass(frozen=True)
 class _Window:
     rows: Int[np.ndarray, "contexts context"]
     counted: list[Int[np.ndarray, " _"]]
@@ -96,11 +75,6 @@ class _Window:
         if own.start == own.stop:  # fewer contexts than processes: one is run for the widths, and nothing kept of it
             return _Window(self.rows[:1], [self.counted[0][:0]], self.next)
         return _Window(self.rows[own], self.counted[own], self.next)
-
-
-class _Filled(NamedTuple):
-    ids: Int[Tensor, " tokens"]
-    sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
 
 
 Counts = Callable[[Int[np.ndarray, " context"]], Bool[np.ndarray, " context"]]
@@ -175,19 +149,15 @@ def activation_batches(
         if window is None or filled is None:
             return
         following = replace(window.next, text=digest(window.end))
-        total = sum(map(len, window.counted))
+        total = window.tokens
         means = {
             layer: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
             for layer, (x, y) in filled.sites.items()
         }
-        generator = torch.Generator().manual_seed(
-            int(np.random.default_rng([seed, cursor.context, cursor.offset]).integers(2**62))
-        )
-        whole = total // batch_tokens
-        order = torch.randperm(total, generator=generator)[: whole * batch_tokens].view(whole, batch_tokens)
-        order = order.to(model.device)
+        order = _batch_order([seed, cursor.context, cursor.offset], total, batch_tokens)
+        whole, order = len(order), order.to(model.device)
         if processes.world > 1:
-            filled, order = _dealt(filled, order, shares, processes)
+            filled, order = exchange_rows(filled, order, shares, processes)
         for b in range(cursor.batch, whole):
             rows = order[b]
             here = replace(cursor, batch=b + 1, text=following.text)
@@ -203,37 +173,11 @@ def activation_batches(
         del filled, order  # before the next window is filled: one is the largest part of a run's memory
 
 
-def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yield the same items, the next ``depth`` of them prepared meanwhile in a thread of their own.
-
-    For work that waits (on a disk, on the Hub, for the tokenizer); what it raises is raised here, in its place.
-    """
-    end, wait = object(), True
-    worker = ThreadPoolExecutor(1, "mxd-ahead")
-    try:
-        pending = deque(worker.submit(next, items, end) for _ in range(depth))
-        while (item := pending.popleft().result()) is not end:
-            pending.append(worker.submit(next, items, end))
-            yield item  # type: ignore[misc]
-    except Stopped:
-        wait = False  # the next item may never come
-        raise
-    finally:  # nobody waits for what nobody will read
-        worker.shutdown(wait, cancel_futures=True)
-
-
-def check_text(before: str, now: str) -> None:
-    """Compare the hashes of the token ids that a stream was read from, and is read from now.
-
-    Raises:
-        MxdError: they differ.
-    """
-    if now != before:
-        raise MxdError(
-            f"the text, or its tokenizer, is not what it was: its token ids had the hash {before} and have "
-            f"{now or 'none, for it ends before'}. A text that is added to or sorted is another one, too: put it back, "
-            "or begin anew under another name."
-        )
+def _batch_order(seed: list[int], tokens: int, batch_tokens: int) -> Int[Tensor, "batches batch_tokens"]:
+    """Return which of a window's tokens are in each of its batches; what does not fill a last batch is left out."""
+    generator = torch.Generator().manual_seed(int(np.random.default_rng(seed).integers(2**62)))
+    batches = tokens // batch_tokens
+    return torch.randperm(tokens, generator=generator)[: batches * batch_tokens].view(batches, batch_tokens)
 
 
 def _contexts(place: Cursor) -> int:
@@ -273,7 +217,7 @@ def _plan(
     return _Window(np.stack(rows), counted, Cursor(context, offset)), held
 
 
-def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int) -> _Filled:
+def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int) -> WindowActivations:
     """Run the base model over a window and keep the counted positions' activations."""
     total = sum(map(len, window.counted))
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -294,64 +238,4 @@ def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_co
         done = stop
     for layer, (x, y) in buffers.items():
         check_activations(layer, x, y, kept_ids, model)
-    return _Filled(kept_ids, buffers)
-
-
-def _dealt(
-    filled: _Filled, order: Int[Tensor, "batches tokens"], shares: Sequence[Share], processes: Processes
-) -> tuple[_Filled, Int[Tensor, "batches part"]]:
-    """Exchange rows, so that each process has those of its share and no more, already in order.
-
-    Args:
-        filled: the rows that this process has computed; those of rank 0 are the window's first, and so on.
-        order: the window's rows in each batch.
-        shares: what each process takes.
-        processes: all of them.
-
-    Returns:
-        The rows of this process's share, and which of them are in each batch.
-    """
-    rank = processes.rank
-    ends = torch.tensor(processes.gather(len(filled.ids)), device=order.device).cumsum(0)
-    low = int(ends[rank]) - len(filled.ids)
-    wanted = [order[:, share.rows(order.shape[1])].reshape(-1) for share in shares]
-    mine = [rows[(rows >= low) & (rows < ends[rank])] - low for rows in wanted]
-    holder = torch.bucketize(wanted[rank], ends, right=True)
-    places = holder.argsort(stable=True)
-    held = torch.bincount(holder, minlength=processes.world).tolist()
-
-    def deal(tensor: Tensor, layer: int | None) -> Tensor:
-        takes = [layer is None or layer in share.layers for share in shares]
-        rows = torch.cat([tensor[m] for m, taken in zip(mine, takes, strict=True) if taken] or [tensor[:0]])
-        counts = [len(m) if taken else 0 for m, taken in zip(mine, takes, strict=True)]
-        received = processes.exchange(rows, counts, held if takes[rank] else [0] * processes.world)
-        if not takes[rank]:
-            return received
-        found = torch.empty_like(received)
-        found[places] = received
-        return found
-
-    ids = deal(filled.ids, None)
-    sites = {layer: (deal(x, layer), deal(y, layer)) for layer, (x, y) in filled.sites.items()}
-    return _Filled(ids, sites), torch.arange(len(ids), device=order.device).view(len(order), -1)
-
-
-def check_activations(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
-    """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero.
-
-    Raises:
-        MxdError: one of these; it names the first such token.
-    """
-    norms = torch.linalg.vector_norm(y, dim=-1)
-    bad = ~torch.isfinite(norms) | ~torch.isfinite(x.sum(-1))
-    problem = "is not finite"
-    if not bad.any():
-        bad, problem = norms == 0, "has norm zero, so the normalized MSE is not defined"
-    if bad.any():
-        token = int(ids[bad.nonzero()[0, 0]])
-        text = model.tokenizer.decode([token]) if model.tokenizer is not None else ""
-        raise MxdError(
-            f"layer {layer}: an activation {problem} in {int(bad.sum()):,} of {len(bad):,} tokens, first at token id "
-            f"{token} {text!r}. Mask such tokens (data.mask_special), choose another layer, or load the base model "
-            "in float32."
-        )
+    return WindowActivations(kept_ids, buffers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mxd.common.errors import MxdError
 from mxd.config import RunConfig
-from mxd.data.activations import Share
+from mxd.data.exchange import Share
 from mxd.layers import ReplacementConfig, size
 from mxd.model.frozen import FrozenModel
 

@@ -9,9 +9,12 @@ from torch import Tensor
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
 from mxd.config import RunConfig, plain_config, recorded
-from mxd.data.activations import Batch, Cursor, Mine, Share, activation_batches, ahead, check_activations, check_text
+from mxd.data.activations import Batch, Cursor, Mine, activation_batches
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
+from mxd.data.checks import check_activations, check_text
 from mxd.data.contexts import special_ids, token_blocks
+from mxd.data.exchange import Share
+from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.store import Location
 from mxd.data.text import documents, text_hash

@@ -35,7 +35,8 @@ from mxd.common.files import (
 from mxd.common.parsing import parse_json
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
-from mxd.data.activations import MOST_USELESS, Cursor
+from mxd.data.activations import Cursor
+from mxd.data.checks import MOST_USELESS
 
 FORMAT = 3
 RUN_FILE = "run_id"

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.data.activations import Cursor, activation_batches, ahead, buffer_bytes
+from mxd.data.activations import Cursor, activation_batches, buffer_bytes
 from mxd.data.contexts import token_blocks
+from mxd.data.prefetch import ahead
 from mxd.model.loading import load_frozen
 
 CONTEXT, BATCH = 9, 8
@@ -348,7 +349,7 @@ def test_an_abandoned_stream_ends_its_thread_and_prepares_nothing_more(monkeypat
             go.set()
             super().shutdown(wait=wait)
 
-    monkeypatch.setattr("mxd.data.activations.ThreadPoolExecutor", Executor)
+    monkeypatch.setattr("mxd.data.prefetch.ThreadPoolExecutor", Executor)
     made = []
 
     def items():

@@ -33,8 +33,9 @@ from safetensors.torch import load_file, save_file
 from mxd.common.errors import MxdError, redact
 from mxd.common.processes import Processes
 from mxd.config import dump_config, parse_config
-from mxd.data.activations import Cursor, Share, activation_batches
+from mxd.data.activations import Cursor, activation_batches
 from mxd.data.cache import cache_bytes, claim_cache, write_cache
+from mxd.data.exchange import Share
 from mxd.data.reading import cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.shards import seal_of
 from mxd.data.store import Store

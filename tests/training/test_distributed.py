@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, _differences, launched
 from mxd.config import parse_config
-from mxd.data.activations import Share
+from mxd.data.exchange import Share
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.planning.layout import divide
