@@ -13,7 +13,7 @@ class Metric:
     """One number of a splice, or of the layer that it splices in."""
 
     key: str
-    """Where it stands in ``evaluation.json``: names divided by dots, of a result or of one of its layers."""
+    """Where it stands in ``faithfulness.json``: names divided by dots, of a result or of one of its layers."""
     title: str
     """What columns are called."""
     form: str

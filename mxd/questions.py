@@ -21,7 +21,7 @@ from mxd.common.errors import MxdError, redact
 
 S = TypeVar("S", bound="Section")
 
-Question = Literal["evaluation", "generation", "units", "structure", "probing", "masking", "steering"]
+Question = Literal["faithfulness", "generation", "units", "structure", "probing", "masking", "steering"]
 
 PROMPTS = (
     *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
@@ -185,8 +185,8 @@ class SteeringConfig(Section):
 class EvaluationConfig(Section):
     """What `mxd compare` measures once everything is trained."""
 
-    questions: tuple[Question, ...] = ("evaluation", "generation", "units", "structure")
-    """Which; each is answered in a JSON file of its name. ``evaluation`` is faithfulness."""
+    questions: tuple[Question, ...] = ("faithfulness", "generation", "units", "structure")
+    """Which; each is answered in a JSON file of its name."""
     split: str | None = None
     """Text that is read; by default, as for the commands, the held-out side of the training text."""
     faithfulness: FaithfulnessConfig = FaithfulnessConfig()

@@ -119,7 +119,7 @@ class Result(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """What a card reads of an ``evaluation.json``."""
+    """What a card reads of an ``faithfulness.json``."""
 
     model: str
     data: dict[str, Any]

@@ -42,8 +42,8 @@ def evaluate(
         tokens: positions to read.
         seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
-        out: JSON file; by default evaluation.json in the first folder (evaluation-together.json with --together), and
-            for a Hub reference evaluation-NAME.json in this one.
+        out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together), and
+            for a Hub reference faithfulness-NAME.json in this one.
         lm_eval: tasks of the lm-evaluation-harness to score the base and each splice on, too: arc_easy,hellaswag. Needs
             pip install 'mxd[lm-eval]'.
         lm_eval_limit: documents of each task to use, at most.
@@ -58,7 +58,7 @@ def evaluate(
     tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
     found = faithfulness(on.open("evaluate", checkpoints), how, together, tasks)
     show_faithfulness(found)
-    save(found, checkpoints, "evaluation-together" if together else "evaluation", out)
+    save(found, checkpoints, "faithfulness-together" if together else "faithfulness", out)
 
 
 @app.command
@@ -338,7 +338,7 @@ def steer(
 def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Train every replacement of a run, answer the questions its config asks, and write the report.
 
-    The questions are --evaluation.questions '[evaluation, generation, units, structure, probing, masking, steering]'.
+    The questions are --evaluation.questions '[faithfulness, generation, units, structure, probing, masking, steering]'.
     Run it again to go on after an interruption, or to ask more: what is there already is kept.
 
     Args:

@@ -138,7 +138,7 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     from mxd.training.trainer import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
-    marker = config.folder / "evaluation.json"
+    marker = config.folder / "faithfulness.json"
     earlier = config.folder / "config.yaml"
     is_demo = earlier.exists() and earlier.read_text("utf-8", "replace") == dump_config(config)
     interrupted = is_demo and not marker.exists()

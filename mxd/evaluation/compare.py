@@ -21,7 +21,7 @@ from mxd.training.source import load_base
 from mxd.training.trainer import train
 
 ANSWERS: dict[Question, tuple[Callable[..., dict[str, Any]], str]] = {
-    "evaluation": (answers.faithfulness, "faithfulness"),
+    "faithfulness": (answers.faithfulness, "faithfulness"),
     "generation": (generate_checkpoints, "generation"),
     "units": (answers.units, "units"),
     "structure": (answers.structure, "structure"),

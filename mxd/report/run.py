@@ -16,7 +16,7 @@ from mxd.layers import ReplacementConfig
 from mxd.report.figures import STYLES
 from mxd.report.source import Node, read_document
 
-KINDS = ("evaluation", "generation", "structure", "units", "probing", "steering", "masking", "purging")
+KINDS = ("faithfulness", "generation", "structure", "units", "probing", "steering", "masking", "purging")
 """Evaluations that a report knows: each is ``KIND.json``, or ``KIND-together.json`` for several layers at once."""
 
 SWEPT = {"num_units", "sparsity.k", "sparsity.l1"}

@@ -68,7 +68,7 @@ def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_
     monkeypatch.setattr(models, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
     opened, really = [], file.open_checkpoints
     monkeypatch.setattr(file, "open_checkpoints", lambda *args: opened.append(args[1]) or really(*args))
-    compare(run(tmp_path, ["evaluation"]))
+    compare(run(tmp_path, ["faithfulness"]))
     assert loaded == ["tiny-gpt2"]
     assert opened == [{}]  # the text is that of `mxd evaluate`, for datasets without a held-out split, too
 
@@ -77,20 +77,20 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
     def stop(*_):
         raise KeyboardInterrupt
 
-    questions = ["evaluation", "structure", "generation"]
+    questions = ["faithfulness", "structure", "generation"]
     with monkeypatch.context() as patch:
         patch.setitem(ANSWERS, "structure", (stop, ANSWERS["structure"][1]))
         with pytest.raises(KeyboardInterrupt):
             compare(run(tmp_path, questions))
     folder = tmp_path / "r"
     before = answers(folder)
-    assert set(before) == {"evaluation"}
+    assert set(before) == {"faithfulness"}
     trained = (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setitem(ANSWERS, "evaluation", (stop, ANSWERS["evaluation"][1]))  # not asked again
+        patch.setitem(ANSWERS, "faithfulness", (stop, ANSWERS["faithfulness"][1]))  # not asked again
         compare(run(tmp_path, questions))
     after = answers(folder)
-    assert set(after) == set(questions) and after["evaluation"] == before["evaluation"]
+    assert set(after) == set(questions) and after["faithfulness"] == before["faithfulness"]
     assert (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes() == trained
     monkeypatch.setattr(file, "open_checkpoints", stop)  # nothing is left to do
     assert compare(run(tmp_path, questions)) == folder
@@ -98,11 +98,11 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
 
 
 def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
-    folder = compare(run(tmp_path, ["evaluation", "generation"]))
+    folder = compare(run(tmp_path, ["faithfulness", "generation"]))
     before = answers(folder)
-    compare(run(tmp_path, ["evaluation", "generation"], generation={"limit": 7}, probing={"limit": 61}))
+    compare(run(tmp_path, ["faithfulness", "generation"], generation={"limit": 7}, probing={"limit": 61}))
     after = answers(folder)
-    assert after["evaluation"] == before["evaluation"] and after["generation"] != before["generation"]
+    assert after["faithfulness"] == before["faithfulness"] and after["generation"] != before["generation"]
     assert json.loads(after["generation"])["asked"]["limit"] == 7
 
 

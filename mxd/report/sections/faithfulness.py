@@ -27,7 +27,7 @@ FIGURES = (
 
 def section(run: Run) -> Section | None:
     """Return the faithfulness of every splice; ``None`` where nothing was evaluated."""
-    found = run.results("evaluation")
+    found = run.results("faithfulness")
     if not found:
         return None
     blocks: list[Block] = [
@@ -38,7 +38,7 @@ def section(run: Run) -> Section | None:
         *(_table(found, caption, metrics) for caption, metrics in TABLES),
         *_tasks(run),
     ]
-    first, document = found[0][1], run.documents["evaluation"][0]
+    first, document = found[0][1], run.documents["faithfulness"][0]
     data = document["data"]
     text = f"{data['source'].text()}, {data['split'].text()}"
     lead = (
@@ -197,7 +197,7 @@ def _together(replacement: Replacement, result: Node) -> str:
 def _tasks(run: Run) -> list[Block]:
     """Scores of lm-eval, the base model and each splice beside it."""
     blocks: list[Block] = []
-    for document in run.documents["evaluation"]:
+    for document in run.documents["faithfulness"]:
         scores = document.get("lm_eval")
         if scores is None:
             continue
