@@ -42,8 +42,8 @@ def evaluate(
         tokens: positions to read.
         seed: draws the order of the text, and so the part that is read.
         on: the text and the base model.
-        out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together), and
-            for a Hub reference faithfulness-NAME.json in this one.
+        out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
+            and for a Hub reference faithfulness-NAME.json in this one.
         lm_eval: tasks of the lm-evaluation-harness to score the base and each splice on, too: arc_easy,hellaswag. Needs
             pip install 'mxd[lm-eval]'.
         lm_eval_limit: documents of each task to use, at most.

@@ -302,6 +302,22 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 2
 
 
+def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    for path in run.glob("layer*"):
+        (folder / path.name).symlink_to(path)
+    document = json.loads((run / "faithfulness.json").read_text())
+    name = next(iter(document["results"]))
+    base, spliced = ({"arc": {"acc,none": acc, "acc_stderr,none": 0.0125, "alias": 1}} for acc in (0.5, 0.4375))
+    scores = {"version": "0.4.9", "limit": 10, "base": base, "spliced": {name: spliced}}
+    write_json(folder / "faithfulness.json", document | {"lm_eval": scores})
+    page, twin = write_report(folder)
+    assert "| arc: acc | 0.5000 ± 0.0125 | 0.4375 ± 0.0125 |" in twin.read_text()
+    shown = dict(Reader(page.read_text()).cells)
+    assert shown["faithfulness.json#/lm_eval/base/arc/acc,none"].startswith("0.5000")
+
+
 METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
 
 
