@@ -131,8 +131,10 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
 
     from mxd.common.files import atomic_file
     from mxd.config import dump_config, load_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    from mxd.evaluation.checkpoints import open_checkpoints, save_results
+    from mxd.evaluation.faithfulness import answer
     from mxd.model import bundled_path
+    from mxd.questions import FaithfulnessConfig
     from mxd.report.figures import frontier
     from mxd.report.tables import markdown_tables
     from mxd.training.trainer import train as run_training
@@ -145,7 +147,8 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     if is_demo and not interrupted:
         shutil.rmtree(config.folder)
     folder = run_training(config, resume=interrupted)
-    found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
+    how = FaithfulnessConfig(tokens=DEMO_TOKENS)
+    found = answer(open_checkpoints([folder], device=config.model.device), how)
     with atomic_file(folder / "table.md") as file:
         file.write_text(printable(markdown_tables(found)), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")

@@ -1,6 +1,8 @@
 """The frontier in one command: everything is trained and answered once, and an interrupted comparison goes on."""
 
+import inspect
 import json
+from importlib import import_module
 from typing import get_args
 
 import pytest
@@ -9,9 +11,11 @@ from mxd import model as models
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.evaluation import compare as file
-from mxd.evaluation.compare import ANSWERS, compare
+from mxd.evaluation import faithfulness, structure
+from mxd.evaluation.compare import compare
 from mxd.questions import EvaluationConfig, Question
 
+QUESTIONS = get_args(Question)
 SMALL = {
     "faithfulness": {"tokens": 256},
     "generation": {"limit": 6},
@@ -45,16 +49,17 @@ def answers(folder):
     return {path.stem: path.read_bytes() for path in folder.glob("*.json")}
 
 
-def test_every_question_has_an_answer_and_only_names_settings_that_exist():
-    assert set(ANSWERS) == set(get_args(Question))
-    sections = {section for _, section in ANSWERS.values()}
-    assert sections == set(EvaluationConfig.model_fields) - {"questions", "split"}
+def test_every_question_has_a_config_and_an_answer():
+    assert set(QUESTIONS) == set(EvaluationConfig.model_fields) - {"questions", "split"}
+    for question in QUESTIONS:
+        answer = import_module(f"mxd.evaluation.{question}").answer
+        assert list(inspect.signature(answer).parameters)[:2] == ["subject", "how"], question
 
 
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
-    folder = compare(run(tmp_path, list(ANSWERS)))
+    folder = compare(run(tmp_path, list(QUESTIONS)))
     names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
-    for question in ANSWERS:
+    for question in QUESTIONS:
         document = json.loads((folder / f"{question}.json").read_text())
         assert names <= set(document["results"]), question
         assert document["model"] == "tiny-gpt2" and document["versions"], question
@@ -79,7 +84,7 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
 
     questions = ["faithfulness", "structure", "generation"]
     with monkeypatch.context() as patch:
-        patch.setitem(ANSWERS, "structure", (stop, ANSWERS["structure"][1]))
+        patch.setattr(structure, "answer", stop)
         with pytest.raises(KeyboardInterrupt):
             compare(run(tmp_path, questions))
     folder = tmp_path / "r"
@@ -87,7 +92,7 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
     assert set(before) == {"faithfulness"}
     trained = (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setitem(ANSWERS, "faithfulness", (stop, ANSWERS["faithfulness"][1]))  # not asked again
+        patch.setattr(faithfulness, "answer", stop)  # not asked again
         compare(run(tmp_path, questions))
     after = answers(folder)
     assert set(after) == set(questions) and after["faithfulness"] == before["faithfulness"]

@@ -10,9 +10,11 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.data.text import mask_of, special_ids
-from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
+from mxd.evaluation.faithfulness import Prediction, answer, evaluate, recovered
+from mxd.evaluation.walk import Mean
 from mxd.layers import LAYERS, size
 from mxd.model import FrozenModel, load_frozen
+from mxd.questions import FaithfulnessConfig
 
 LAYER = 2
 
@@ -265,7 +267,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
 
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     from mxd.config import parse_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, measure, open_checkpoints, save_results
+    from mxd.evaluation.checkpoints import open_checkpoints, save_results
     from mxd.training.trainer import train
 
     raw = {
@@ -278,26 +280,27 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
         "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
     }
     folder = train(parse_config(raw))
-    found = evaluate_checkpoints([folder], tokens=512)
+    how = FaithfulnessConfig(tokens=512)
+    found = answer(open_checkpoints([folder]), how)
     assert set(found["results"]) == {f"r/layer{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
     assert found["data"]["split"] == "validation"
     pair = [folder / "layer1-mxd-k2", folder / "layer2-mxd-k4"]
-    both = evaluate_checkpoints(pair, together=True, tokens=512, data={"context": 64})
+    both = answer(open_checkpoints(pair, {"context": 64}), how, together=True)
     assert list(both["results"]) == ["together"]
     assert len(both["results"]["together"]["replacements"]) == 2
     assert json.loads(save_results(both, tmp_path / "x" / "e.json").read_text())["results"].keys() == {"together"}
-    drawn = evaluate_checkpoints([pair[0]], tokens=512), measure(open_checkpoints([pair[0]]), tokens=512, seed=1)
+    subject = open_checkpoints([pair[0]])
+    drawn = answer(subject, how), answer(subject, FaithfulnessConfig(tokens=512, seed=1))
     first, other = ({"ce_base": d["results"]["r/layer1-mxd-k2"]["ce_base"], "seed": d["seed"]} for d in drawn)
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
-    subject = open_checkpoints([pair[0]])
     by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.blocks(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
     with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
-        evaluate_checkpoints([folder], together=True)
+        answer(open_checkpoints([folder]), how, together=True)
     with pytest.raises(MxdError, match="other weights there"):
-        evaluate_checkpoints([folder / "layer1-mxd-k2"], tokens=512, model="tiny-neox")
+        answer(open_checkpoints([folder / "layer1-mxd-k2"], model="tiny-neox"), how)
     with pytest.raises(MxdError, match="no checkpoint"):
-        evaluate_checkpoints([tmp_path / "nowhere"])
+        open_checkpoints([tmp_path / "nowhere"])
 
 
 def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: FrozenModel, rows: np.ndarray) -> None:
