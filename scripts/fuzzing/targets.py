@@ -581,7 +581,7 @@ def labelled(draw: Draw, root: Path, source: Path) -> Load:
 
 def scored(draw: Draw, root: Path, source: Path) -> Load:
     """Texts with scores."""
-    from mxd.evaluation.masking import scored_texts
+    from mxd.evaluation.purging import scored_texts
 
     path = table(draw, root, source, (".csv", ".jsonl", ".parquet"))
     return lambda: _utf8(scored_texts(path)[0])

@@ -11,7 +11,6 @@ import torch
 from mxd.common.errors import MxdError
 from mxd.data.text import mask_of, special_ids
 from mxd.evaluation.faithfulness import Prediction, answer, evaluate, recovered
-from mxd.evaluation.walk import Mean
 from mxd.layers import LAYERS, size
 from mxd.model import FrozenModel, load_frozen
 from mxd.questions import FaithfulnessConfig
@@ -191,22 +190,6 @@ def test_evaluation_leaves_the_model_as_it_was(model: FrozenModel, rows: np.ndar
     before = model.logits(ids)
     evaluate(model, {"a": {LAYER: layer_for(model)}}, blocks_of(rows), rows.size, [])
     assert torch.equal(model.logits(ids), before)
-
-
-def test_standard_error_is_over_contexts() -> None:
-    rng = np.random.default_rng(0)
-    values, counted = rng.normal(size=(40, 7)), rng.random((40, 7)) > 0.3
-    mean = Mean()
-    mean.see(torch.from_numpy(values), torch.from_numpy(counted))
-    assert mean.value == pytest.approx(values[counted].mean())
-    resampled = []
-    for _ in range(4000):
-        pick = rng.integers(0, 40, 40)
-        resampled.append((values[pick] * counted[pick]).sum() / counted[pick].sum())
-    assert mean.standard_error == pytest.approx(np.std(resampled), rel=0.1)
-    lone = Mean()
-    lone.see(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
-    assert lone.standard_error == float("inf")
 
 
 def test_a_share_of_noise_is_not_given() -> None:

@@ -152,21 +152,6 @@ def test_a_random_k_is_its_mean_here(gpt2):
     assert layer.training and int(layer.sparsity.draws) == 0
 
 
-def test_the_text_is_streamed_in_whole_contexts():
-    rows = np.arange(10 * 16).reshape(10, 16)
-    read = []
-
-    def blocks(start):
-        for row in rows[start:]:
-            read.append(row)
-            yield row
-
-    batches = list(streamed(blocks, 5 * 16 + 1, 4))
-    assert [len(batch) for batch in batches] == [4, 2] and len(read) == 6
-    np.testing.assert_array_equal(np.concatenate(batches), rows[:6])
-    assert [len(batch) for batch in streamed(blocks_of(np.zeros((100, 16))), 10**6)] == [64, 36]
-
-
 def test_mistakes_are_named(gpt2, rows):
     one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
     for field in ("tokens", "experts"):
