@@ -62,7 +62,7 @@ def _at(values: Mapping[str, Any], path: str) -> float | None:
     return found
 
 
-# evaluation.json: is it faithful?
+# faithfulness.json: is it faithful?
 
 NMSE = Metric(
     "normalized_mse",
@@ -138,7 +138,7 @@ TOP1 = Metric(
 FAITHFULNESS = (NMSE, FVU, CE, CE_INCREASE, CE_INCREASE_SE, AROUND_SPECIAL, RECOVERED, KL, TOP1)
 """Is it faithful?"""
 
-# evaluation.json: does it decompose?
+# faithfulness.json: does it decompose?
 
 L0 = Metric("l0", "L0", "{:.1f}", "units active for a token", unit="units")
 DEAD = Metric("dead_share", "dead", "{:.0%}", "units never active on the held-out tokens", "lower", "share")
@@ -363,7 +363,7 @@ QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITIO
 """The tables of an evaluation, by their titles."""
 
 METRICS = {
-    "evaluation": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION))),
+    "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION))),
     "generation": GENERATION,
     "structure": STRUCTURE,
     "units": UNITS,

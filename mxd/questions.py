@@ -1,11 +1,13 @@
-"""What each question is asked with: one frozen config for each, and no second place for a default.
+"""The table of questions, and what each is asked with: one frozen config, and no second place for a default.
 
-``DEFAULTS`` is what nobody changed. The commands, the ``evaluation`` section of a run's config and the functions in
-``mxd/evaluation`` read their defaults from it, so `mxd compare` asks as the single commands do.
+A question's function (``answer`` in ``mxd/evaluation/QUESTION.py``), its command (whose options are the config's
+fields, with their docstrings as help) and the ``evaluation`` section of a run's config, which `mxd compare` reads, all
+take this config; ``DEFAULTS`` is what nobody changed. ``Parameter`` says where an option differs from its field.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
 
+from cyclopts import Parameter
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -20,8 +22,12 @@ from pydantic import (
 from mxd.common.errors import MxdError, redact
 
 S = TypeVar("S", bound="Section")
+T = TypeVar("T")
 
-Question = Literal["evaluation", "generation", "units", "structure", "probing", "masking", "steering"]
+NoOption = Annotated[T, Parameter(parse=False)]
+"""A field that a command does not offer, or takes in another form."""
+
+Question = Literal["faithfulness", "generation", "units", "structure", "probing", "masking", "steering"]
 
 PROMPTS = (
     *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
@@ -72,9 +78,9 @@ class UnitsConfig(Section):
     """How often do units fire, and on what?"""
 
     tokens: PositiveInt = 1_000_000
-    """Positions to read, as far as there is text."""
+    """Positions to read, as far as there is text; the split ``train`` has more."""
     top: NonNegativeInt = 10
-    """Units of each layer to show: those that add most to the output."""
+    """Units of each layer to show where none are named: those that add most to the output."""
     contexts: PositiveInt = 5
     """Contexts to show from each of six bands of strength."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -90,8 +96,8 @@ class StructureConfig(Section):
     """Positions over which leads and rates are counted."""
     experts: PositiveInt = 2000
     """Units whose rank is computed, from unit 0 on."""
-    prompts: tuple[str, ...] = PROMPTS
-    """Prompts at whose last token the three leading units are named."""
+    prompts: Annotated[tuple[str, ...], Parameter(name="--prompt", show_default=False)] = PROMPTS
+    """Prompts at whose last token the three leading units are named; by default eight."""
     seed: NonNegativeInt = 0
     """Draws the order of the text, and so the part that is read."""
 
@@ -99,22 +105,22 @@ class StructureConfig(Section):
 class ProbingConfig(Section):
     """What do single units know?"""
 
-    sets: Annotated[tuple[str, ...], Field(min_length=1)] = ("factbook", "languages", "gender")
-    """Labelled sets: bundled names; .csv, .json, .jsonl (each also .gz) or .parquet files, folders of them or patterns
-    (``'folder/*.csv'``); Hub datasets."""
+    sets: Annotated[tuple[str, ...], Field(min_length=1), Parameter(name="--set")] = ("factbook", "languages", "gender")
+    """Labelled sets: bundled names (factbook, languages, gender); .csv, .json, .jsonl (each also .gz) or .parquet
+    files, folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches more."""
     level: Literal["sample", "span", "token"] | None = None
-    """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span``, or its last
-    ``token``; by default the span where a set marks one, else the sample."""
-    side: Literal["first", "last"] | None = None
+    """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span`` (columns start and
+    end: characters), or its last ``token``; by default the span where a set marks one, else the sample."""
+    side: NoOption[Literal["first", "last"] | None] = None
     """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
     source code, to avoid licence headers), else the last."""
     limit: PositiveInt = 10_000
     """Texts of each set, drawn with the seed."""
     seed: NonNegativeInt = 42
     """Orders the texts before they are split 80/20; the paper's."""
-    context: Annotated[int, Field(ge=6)] = 128
+    context: NoOption[Annotated[int, Field(ge=6)]] = 128
     """Tokens of a text, BOS included."""
-    candidates: PositiveInt = 100
+    candidates: NoOption[PositiveInt] = 100
     """Units that are probed for each class."""
     text_column: str = "text"
     """Field that holds the text."""
@@ -127,7 +133,7 @@ class ProbingConfig(Section):
 class MaskingConfig(Section):
     """Can a topic be switched off?"""
 
-    domains: str = "factbook"
+    domains: NoOption[str] = "factbook"
     """Labelled set whose labels are the domains."""
     text_column: str = "text"
     """Field that holds the text."""
@@ -135,7 +141,7 @@ class MaskingConfig(Section):
     """Field that holds the domain."""
     ratio: Annotated[float, Field(ge=1)] = 2.0
     """A unit belongs to a domain if it is at least so many times as strong there as in any other (Monet, 5.1)."""
-    limit: Annotated[int, Field(ge=2)] = 100
+    limit: NoOption[Annotated[int, Field(ge=2)]] = 100
     """Texts of each domain, at most; half of them choose units, half are measured."""
     seed: NonNegativeInt = 0
     """Draws the texts and the units of the control."""
@@ -144,22 +150,22 @@ class MaskingConfig(Section):
 class PurgingConfig(Section):
     """Can what goes with a score be switched off? Not among `mxd compare`'s questions: no scored texts are bundled."""
 
-    text_column: str = "text"
+    text_column: NoOption[str] = "text"
     """Field that holds the text."""
     score_column: str = "score"
     """Field that holds the number."""
-    thresholds: Annotated[tuple[float, ...], Field(min_length=1)] = (0.2, 0.1, 0.05)
+    thresholds: NoOption[Annotated[tuple[float, ...], Field(min_length=1)]] = (0.2, 0.1, 0.05)
     """Correlations from which on a unit is masked (Monet's, for toxicity)."""
-    limit: Annotated[int, Field(ge=2)] = 500
+    limit: NoOption[Annotated[int, Field(ge=2)]] = 500
     """Texts with scores up to the mean, and above it, at most; half of them choose units, half are measured."""
-    seed: NonNegativeInt = 0
+    seed: NoOption[NonNegativeInt] = 0
     """Draws the texts and the units of the control."""
 
 
 class SteeringConfig(Section):
     """What does a unit make the model say?"""
 
-    first: PositiveInt = 100
+    first: NoOption[PositiveInt] = 100
     """Units steered with where none are named, from unit 0 on, as far as there are any."""
     scale: float = 100.0
     """``lambda``: how much of the unit's output is added."""
@@ -186,8 +192,8 @@ class SteeringConfig(Section):
 class EvaluationConfig(Section):
     """What `mxd compare` measures once everything is trained."""
 
-    questions: tuple[Question, ...] = ("evaluation", "generation", "units", "structure")
-    """Which; each is answered in a JSON file of its name. ``evaluation`` is faithfulness."""
+    questions: tuple[Question, ...] = ("faithfulness", "generation", "units", "structure")
+    """Which; each is answered by the file of its name in ``mxd/evaluation``, into a JSON file of its name."""
     split: str | None = None
     """Text that is read; by default, as for the commands, the held-out side of the training text."""
     faithfulness: FaithfulnessConfig = FaithfulnessConfig()
@@ -218,6 +224,20 @@ def checked(kind: type[S], **fields: Any) -> S:
     try:
         return kind(**fields)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = ".".join(map(str, problem["loc"]))
-        raise MxdError(f"{name} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}.") from error
+        raise refusal(error) from error
+
+
+def changed(how: S, **fields: Any) -> S:
+    """Return a config with other values in some fields.
+
+    Raises:
+        MxdError: as ``checked``.
+    """
+    return checked(type(how), **how.model_dump() | fields)
+
+
+def refusal(error: ValidationError) -> MxdError:
+    """Return what is said of a question's config that does not make sense: the first field at fault."""
+    problem = error.errors(include_url=False)[0]
+    name = ".".join(map(str, problem["loc"]))
+    return MxdError(f"{name} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}.")

@@ -4,7 +4,7 @@ with mxd.spliced(model, {3: layer}):
 model.module.generate(...)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +57,8 @@ def spliced(
         MxdError: no such layer or unit, wrong width, or a replacement that was trained for another model or block.
     """
     frozen = wrap(model)
-    undo = _splice(frozen, replacements, base_at, check, mask or {})
-    try:
+    with Splice(frozen, replacements, base_at, check, mask).entered():
         yield frozen
-    finally:
-        undo()
 
 
 def splice(
@@ -73,7 +70,7 @@ def splice(
 ) -> FrozenModel:
     """Splice replacements in for good; arguments and errors as ``spliced``."""
     frozen = wrap(model)
-    _splice(frozen, replacements, base_at, check, mask or {})
+    Splice(frozen, replacements, base_at, check, mask).insert()
     return frozen
 
 
@@ -158,42 +155,79 @@ class SplicedMLP(nn.Module):
         return self.layer.decode(x, code.without(self.off))
 
 
-def _splice(
-    model: FrozenModel,
-    replacements: Mapping[int, Replacement | Where],
-    base_at: Sequence[int],
-    check: bool,
-    mask: Mapping[int, Sequence[int]],
-) -> Any:
-    ready = {number: _prepare(model, number, replacement, check) for number, replacement in replacements.items()}
-    off = {number: _switched_off(mask[number], number, ready) for number in mask}
-    seen = _TokenIds()
-    handle = model.module.register_forward_pre_hook(
-        lambda module, args, kwargs: setattr(seen, "ids", kwargs.get("input_ids", args[0] if args else None)),
-        with_kwargs=True,
-    )
-    originals = []
-    for number, layer in ready.items():
-        parent, name = model.slot(number)
-        base = getattr(parent, name)
-        originals.append((parent, name, base, base.training, layer, layer.training))
-        setattr(parent, name, SplicedMLP(layer, base, base_at, off.get(number), seen).eval())
+class Splice:
+    """Replacements that fit a model: all checks are made here, once; then they go in and out at no cost.
 
-    def undo() -> None:
-        handle.remove()
-        for parent, name, base, base_training, layer, layer_training in reversed(originals):
-            setattr(parent, name, base.train(base_training))
-            layer.train(layer_training)
+    Arguments and errors as ``spliced``.
+    """
 
-    return undo
+    def __init__(
+        self,
+        model: FrozenModel,
+        replacements: Mapping[int, Replacement | Where],
+        base_at: Sequence[int] = (),
+        check: bool = True,
+        mask: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.model = model
+        self.layers = {number: _prepare(model, number, one, check) for number, one in replacements.items()}
+        """Block number -> the module that answers there."""
+        off = {number: _switched_off(units, number, self.layers) for number, units in (mask or {}).items()}
+        self._seen = _TokenIds()
+        self._modules = {
+            number: SplicedMLP(layer, model.mlp(number), base_at, off.get(number), self._seen)
+            for number, layer in self.layers.items()
+        }
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have the replacements in the model, in evaluation mode, for the length of the block."""
+        undo = self.insert()
+        try:
+            yield
+        finally:
+            undo()
+
+    def insert(self) -> Callable[[], None]:
+        """Put the replacements in, in evaluation mode.
+
+        Returns:
+            What puts the MLPs back, and every module's mode.
+
+        Raises:
+            MxdError: one of the blocks is spliced already.
+        """
+        for number in self._modules:
+            _check_free(self.model, number)
+        handle = self.model.module.register_forward_pre_hook(
+            lambda module, args, kwargs: setattr(self._seen, "ids", kwargs.get("input_ids", args[0] if args else None)),
+            with_kwargs=True,
+        )
+        originals = []
+        for number, spliced_mlp in self._modules.items():
+            parent, name = self.model.slot(number)
+            base, layer = spliced_mlp.base, spliced_mlp.layer
+            originals.append((parent, name, base, base.training, layer, layer.training))
+            setattr(parent, name, spliced_mlp.eval())
+
+        def undo() -> None:
+            handle.remove()
+            for parent, name, base, base_training, layer, layer_training in reversed(originals):
+                setattr(parent, name, base.train(base_training))
+                layer.train(layer_training)
+
+        return undo
+
+
+def _check_free(model: FrozenModel, number: int) -> None:
+    if isinstance(model.mlp(number), SplicedMLP):
+        raise MxdError(f"layer {number} is spliced already; leave that block first.")
 
 
 def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
     """Check one replacement before anything is changed."""
     model.check_layer(number)
-    base = model.mlp(number)
-    if isinstance(base, SplicedMLP):
-        raise MxdError(f"layer {number} is spliced already; leave that block first.")
+    _check_free(model, number)
     if isinstance(replacement, str | Path):
         replacement = load_layer(replacement)
     provenance = replacement.provenance if isinstance(replacement, Trained) else None

@@ -38,7 +38,7 @@ RUN: dict[str, Any] = {
     "data": {"source": "bundled", "context": 32},
     "training": {"recipe": "fast", "tokens": 8192, "batch_tokens": 512, "buffer_tokens": 2048, "log_every": 4},
     "evaluation": {
-        "questions": ["evaluation", "generation", "units", "structure", "probing", "masking", "steering"],
+        "questions": ["faithfulness", "generation", "units", "structure", "probing", "masking", "steering"],
         "faithfulness": {"tokens": 1024},
         "generation": {"limit": 8},
         "units": {"tokens": 2048, "top": 2},

@@ -504,7 +504,8 @@ def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2)
     assert not CONTROL.search(told)
     assert told.count("\ufffd[2J") > 10
     files = [path for path in run.rglob("*") if path.suffix in (".md", ".html", ".json")]
-    assert {path.name for path in files} >= {"README.md", "report.html", "report.md", "evaluation.json", "config.json"}
+    names = {path.name for path in files}
+    assert names >= {"README.md", "report.html", "report.md", "faithfulness.json", "config.json"}
     for path in files:
         text = path.read_text(encoding="utf-8")
         assert not CONTROL.search(text.replace("\x7f", "") if path.suffix == ".json" else text), path.name

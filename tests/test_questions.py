@@ -1,43 +1,41 @@
-"""One default for each setting: command, config and function agree, whatever is asked and however."""
+"""One config for each question: command, run's config and function take the same, and a bad field is one message."""
 
 import inspect
 from importlib import import_module
 
 import pytest
+from command import mxd
 
 from mxd.cli import evaluate as commands
 from mxd.cli import shared
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Section, checked
+from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Section, changed, checked
 
 COMMANDS = {
-    "evaluate": [DEFAULTS.faithfulness],
-    "generate": [DEFAULTS.generation],
-    "units": [DEFAULTS.units],
-    "structure": [DEFAULTS.structure],
-    "probe": [DEFAULTS.probing],
-    "mask": [DEFAULTS.masking, PURGING],
-    "steer": [DEFAULTS.steering],
+    "evaluate": ([DEFAULTS.faithfulness], {"--tokens", "--seed"}),
+    "generate": ([DEFAULTS.generation], {"--limit", "--words", "--tokens", "--seed"}),
+    "units": ([DEFAULTS.units], {"--tokens", "--top", "--contexts", "--shared", "--seed"}),
+    "structure": ([DEFAULTS.structure], {"--tokens", "--experts", "--prompt", "--seed"}),
+    "probe": (
+        [DEFAULTS.probing],
+        {"--set", "--level", "--limit", "--seed", "--text-column", "--label-column", "--split"},
+    ),
+    "mask": (
+        [DEFAULTS.masking, PURGING],
+        {"--text-column", "--label-column", "--ratio", "--seed", "--score-column"},
+    ),
+    "steer": (
+        [DEFAULTS.steering],
+        {
+            *("--scale", "--prompt", "--samples", "--tokens", "--temperature", "--top-p", "--frequency-penalty"),
+            *("--seed", "--on", "--repeats"),
+        },
+    ),
 }
-OTHERWISE = {"domains": None, "side": None, "first": "0-99", "thresholds": "0.2,0.1,0.05", "limit": None}
-"""Fields that a command takes in another form, or leaves to the config: what stands there."""
-NAMES = {"side": "last", "first": "units"}
-"""What those fields are called there."""
-NO_OPTION = {"context", "candidates"}
+"""Command -> the configs it takes, and which of their fields are options of their own."""
 
-MODULES = {
-    "faithfulness": DEFAULTS.faithfulness,
-    "checkpoints": DEFAULTS.faithfulness,
-    "generation": DEFAULTS.generation,
-    "units": DEFAULTS.units,
-    "structure": DEFAULTS.structure,
-    "probing": DEFAULTS.probing,
-    "labelled": DEFAULTS.probing,
-    "masking": DEFAULTS.masking,
-    "steering": DEFAULTS.steering,
-}
-ALIASES = {"new_tokens": "tokens", ("structure", "first"): "experts"}
+QUESTIONS = [name for name in EvaluationConfig.model_fields if name not in ("questions", "split")]
 
 
 def defaults(function):
@@ -46,14 +44,19 @@ def defaults(function):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_has_the_defaults_of_its_questions_config(command):
-    found = defaults(getattr(commands, command))
-    for config in COMMANDS[command]:
-        for name in set(type(config).model_fields) - NO_OPTION:
-            given = found[NAMES.get(name, name)]
-            if name in OTHERWISE and given == OTHERWISE[name]:
-                continue
-            assert given == getattr(config, name), f"mxd {command}, {name}"
+def test_a_commands_options_are_its_configs_fields(command):
+    configs, expected = COMMANDS[command]
+    given = [value for value in defaults(getattr(commands, command)).values() if isinstance(value, Section)]
+    assert given == configs
+    found = {}
+    for argument in shared.app[command].assemble_argument_collection():
+        name = argument.field_info.name
+        owners = [config for config in configs if name in type(config).model_fields and len(argument.keys) == 1]
+        if argument.parse and owners and argument.parameter.name[0] in expected:
+            found[argument.parameter.name[0]] = argument
+            assert argument.field_info.default == getattr(owners[0], name), name
+            assert argument.parameter.help == type(owners[0]).model_fields[name].description != ""
+    assert set(found) == expected
 
 
 def test_what_a_command_takes_in_another_form_says_the_same():
@@ -65,25 +68,20 @@ def test_what_a_command_takes_in_another_form_says_the_same():
     assert DEFAULTS.masking.text_column == PURGING.text_column
 
 
-def functions():
-    """Every public function of the evaluations with the config of its question."""
-    for module, config in MODULES.items():
-        path = f"mxd.{'data' if module == 'labelled' else 'evaluation'}.{module}"
-        for name, function in inspect.getmembers(import_module(path), inspect.isfunction):
-            if function.__module__ == path and not name.startswith("_"):
-                yield module, name, function, PURGING if name in ("evaluate_purging", "scored_texts") else config
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_functions_of_a_question_take_its_config_and_repeat_no_default_of_it(question):
+    module, config = import_module(f"mxd.evaluation.{question}"), getattr(DEFAULTS, question)
+    assert defaults(module.answer)["how"] == config
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        if function.__module__ == module.__name__ and name != "evaluate":  # public, with the number of tokens
+            assert not set(defaults(function)) & set(type(config).model_fields), name
+            assert defaults(function).get("how", config) == config, name
 
 
-def test_a_function_has_the_defaults_of_its_questions_config():
-    seen = set()
-    for module, name, function, config in functions():
-        for parameter, default in defaults(function).items():
-            field = ALIASES.get((module, parameter), ALIASES.get(parameter, parameter))
-            if field in type(config).model_fields:
-                assert default == getattr(config, field), f"{module}.{name}: {parameter}"
-                seen.add((module, field))
-            assert not isinstance(default, Section) or default == config, f"{module}.{name}: {parameter}"
-    assert len(seen) > 20
+def test_the_public_function_reads_as_many_tokens_as_the_question():
+    from mxd import evaluate
+
+    assert defaults(evaluate)["tokens"] == DEFAULTS.faithfulness.tokens
 
 
 def test_a_runs_config_begins_with_the_same_defaults():
@@ -98,3 +96,27 @@ def test_a_bad_setting_is_named_in_one_message():
         checked(ProbingConfig, limit=0)
     with pytest.raises(MxdError, match=r"^sets\.0 is 3; input should be a valid string\.$"):
         checked(ProbingConfig, sets=(3,))
+    with pytest.raises(MxdError, match=r"^limit is 0; input should be greater than 0\.$"):
+        changed(DEFAULTS.probing, limit=0)
+    assert changed(DEFAULTS.probing, limit=3) == ProbingConfig(limit=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["units", "x", "--tokens", 0], "tokens is '0'; input should be greater than 0."),
+        (["units", "x", "--top", "many"], "top is 'many'; input should be a valid integer"),
+        (["probe", "x", "--level", "word"], "level is 'word'; input should be 'sample', 'span' or 'token'."),
+        (["steer", "x", "--top-p", 2], "top_p is '2'; input should be less than or equal to 1."),
+        (["mask", "x", "--domains", "y", "--limit", 1], "limit is 1; input should be greater than or equal to 2."),
+    ],
+)
+def test_a_bad_option_is_one_line(capsys, words, said):
+    code, out, err = mxd(capsys, *words)
+    assert code == 1 and err.startswith(f"mxd: {said}") and err.count("\n") == 1 and not out
+
+
+def test_fields_that_are_no_options_are_not_taken(capsys):
+    for words in (["probe", "x", "--candidates", 3], ["steer", "x", "--first", 3], ["mask", "x", "--empty-thresholds"]):
+        code, _, err = mxd(capsys, *words)
+        assert code == 2 and "Unknown option" in err

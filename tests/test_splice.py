@@ -1,6 +1,7 @@
 """Splicing: what is put in is what answers, what was there comes back, and a wrong replacement changes nothing."""
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
-from mxd.splice import SplicedMLP, splice, spliced
+from mxd.splice import Splice, SplicedMLP, splice, spliced
 
 
 def transcoder(width=32, seed=0, **options):
@@ -217,6 +218,24 @@ def test_splicing_a_block_twice_is_refused(gpt2, ids):
         ):
             pass
         assert torch.equal(gpt2.logits(ids), once)
+
+
+def test_a_splice_is_checked_once_and_entered_often(fresh, ids, monkeypatch):
+    layer, module = transcoder().train(), sys.modules[Splice.__module__]
+    checked, really = [], module._prepare
+    monkeypatch.setattr(module, "_prepare", lambda *args: checked.append(args[1]) or really(*args))
+    prepared = Splice(fresh, {1: layer}, mask={1: [3, 5]})
+    before = fresh.logits(ids)
+    for _ in range(3):
+        with prepared.entered():
+            got = fresh.logits(ids)
+            assert not layer.training
+        assert layer.training and torch.equal(fresh.logits(ids), before)
+    assert checked == [1] and not fresh.module._forward_pre_hooks
+    with spliced(fresh, {1: layer}, mask={1: [3, 5]}):
+        assert torch.equal(fresh.logits(ids), got) and not torch.equal(got, before)
+        with pytest.raises(MxdError, match=r"layer 1 is spliced already"), prepared.entered():
+            pass
 
 
 def _wrong(case, model, stranger):

@@ -19,9 +19,9 @@ from mxd.common.files import file_sha256, read_json, regular
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 1
-LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "evaluation.json", "README.md")
+LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "faithfulness.json", "README.md")
 """What a layer's folder holds; only these are ever sent or fetched."""
-SET_FILES = ("evaluation.json", FIGURE, "README.md")
+SET_FILES = ("faithfulness.json", FIGURE, "README.md")
 """What may lie beside the layers of a set."""
 
 

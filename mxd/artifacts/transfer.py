@@ -78,7 +78,7 @@ def push(
 def _member(folder: Path, place: str) -> Member:
     """Load a layer strictly, so that nothing damaged is shared, and say what its card needs."""
     layer, provenance = load_strictly(folder)
-    beside = [Evaluation.read(f / "evaluation.json") for f in (folder, folder.resolve().parent)]
+    beside = [Evaluation.read(f / "faithfulness.json") for f in (folder, folder.resolve().parent)]
     name, called = place.rstrip("/"), layer_name(folder)
     found = [Member(name, layer.config, provenance, e, called) for e in beside]
     return next((member for member in found if member.result), found[0])

@@ -109,7 +109,7 @@ def push(
     Log in first: `hf auth login`, or set HF_TOKEN. An interrupted push is run again as it was.
 
     Args:
-        checkpoint: a layer folder, or a run folder (every layer in it, its evaluation.json and a figure).
+        checkpoint: a layer folder, or a run folder (every layer in it, its faithfulness.json and a figure).
         repo: org/name; made where it is not there yet.
         private: make the repository private.
         revision: branch to push to, made where it is not there yet.
@@ -147,7 +147,7 @@ def _draw(folder: Path) -> None:
     from mxd.common.files import read_json
     from mxd.report.figures import frontier
 
-    numbers, figure = folder / "evaluation.json", folder / "frontier.png"
+    numbers, figure = folder / "faithfulness.json", folder / "frontier.png"
     is_set = Evaluation.read(numbers) is not None and not (folder / "config.json").exists()
     if is_set and (not figure.exists() or figure.stat().st_mtime < numbers.stat().st_mtime):
         frontier(read_json(numbers), figure)

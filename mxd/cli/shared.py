@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, CycloptsPanel, Parameter
+from pydantic import ValidationError
 
 from mxd import __version__
 from mxd.common.errors import MxdError, printable
+from mxd.questions import refusal
 
 if TYPE_CHECKING:
     from mxd.evaluation.checkpoints import Subject
@@ -20,10 +22,26 @@ N = TypeVar("N")
 MOST_UNITS = 100_000
 """Units that can be named at a time."""
 
+FLAT = Parameter(name="*", negative_iterable=())
+"""Of a question's config: its fields are the command's options."""
+
+
+def _mistake(error: CycloptsError) -> Any:
+    """Return what is shown of a mistake on the command line.
+
+    Raises:
+        MxdError: in a question's config, as ``checked`` says it.
+    """
+    if isinstance(error.__cause__, ValidationError):
+        raise refusal(error.__cause__) from None
+    return CycloptsPanel(error)
+
+
 app = App(
     name="mxd",
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
+    error_formatter=_mistake,
     suppress_keyboard_interrupt=False,  # ``main`` says that it was one
 )
 
@@ -34,17 +52,17 @@ class HeldOut:
     """The text an evaluation reads and the base model it runs."""
 
     source: str | None = None
-    """text to read; by default that of training"""
+    """Text to read; by default that of training."""
     split: str | None = None
-    """split of it; by default validation"""
+    """Split of it; by default validation."""
     column: str | None = None
-    """field that holds the text"""
+    """Field that holds the text."""
     context: int | None = None
-    """tokens in a context"""
+    """Tokens in a context."""
     model: str | None = None
-    """base model in place of the one named in the checkpoints"""
+    """Base model in place of the one named in the checkpoints."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda"""
+    """auto (CUDA where there is one), cpu, cuda."""
 
     def open(self, command: str, checkpoints: Sequence[str]) -> "Subject":
         """Load the checkpoints a command was given.

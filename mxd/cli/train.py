@@ -132,20 +132,23 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     from mxd.common.bundled import bundled_path
     from mxd.common.files import atomic_file
     from mxd.config import dump_config, load_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, save_results
+    from mxd.evaluation.checkpoints import open_checkpoints, save_results
+    from mxd.evaluation.faithfulness import answer
+    from mxd.questions import FaithfulnessConfig
     from mxd.report.figures import frontier
     from mxd.report.tables import markdown_tables
     from mxd.training.trainer import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
-    marker = config.folder / "evaluation.json"
+    marker = config.folder / "faithfulness.json"
     earlier = config.folder / "config.yaml"
     is_demo = earlier.exists() and earlier.read_text("utf-8", "replace") == dump_config(config)
     interrupted = is_demo and not marker.exists()
     if is_demo and not interrupted:
         shutil.rmtree(config.folder)
     folder = run_training(config, resume=interrupted)
-    found = evaluate_checkpoints([folder], tokens=DEMO_TOKENS, device=config.model.device)
+    how = FaithfulnessConfig(tokens=DEMO_TOKENS)
+    found = answer(open_checkpoints([folder], device=config.model.device), how)
     with atomic_file(folder / "table.md") as file:
         file.write_text(printable(markdown_tables(found)), encoding="utf-8")
     figure = frontier(found, folder / "frontier.png")

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.evaluation.structure import CodeMoments, weight_ranks
+from mxd.evaluation.ranks import weight_ranks
+from mxd.evaluation.walk import CodeMoments
 from mxd.layers import Code, ReplacementLayer
 from mxd.ops.losses import normalized_mse
 

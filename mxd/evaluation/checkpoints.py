@@ -16,11 +16,8 @@ from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data.contexts import Blocks, token_blocks
 from mxd.data.text import documents
-from mxd.evaluation.faithfulness import evaluate
-from mxd.evaluation.harness import Tasks, score
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
-from mxd.questions import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,11 @@ class Subject:
         if together:
             return {"together": _distinct_layers(self.trained)}
         return {name: {trained.provenance.layer: trained} for name, trained in self.trained.items()}
+
+    @property
+    def members(self) -> dict[str, dict[str, Any]]:
+        """What tables and figures say of each layer."""
+        return {name: describe(trained) for name, trained in self.trained.items()}
 
     def blocks(self, seed: int = 0) -> Blocks:
         """Return the held-out contexts, once, in an order drawn from the seed."""
@@ -92,51 +94,6 @@ def open_checkpoints(
     text = _held_out(next(iter(loaded.values())), data or {})
     base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
     return Subject(loaded, base, text)
-
-
-def evaluate_checkpoints(
-    paths: Sequence[str | Path],
-    together: bool = False,
-    data: Mapping[str, Any] | None = None,
-    tokens: int = DEFAULTS.faithfulness.tokens,
-    model: str | None = None,
-    device: str = "auto",
-    tasks: Tasks | None = None,
-) -> dict[str, Any]:
-    """Measure the faithfulness of checkpoints on held-out text.
-
-    Args:
-        paths: layer folders, run folders (all layers in them), or Hub references to either.
-        together: splice all of them at once, instead of each alone.
-        data: fields of the training text to change; its held-out side is read unless a split is given here.
-        tokens: positions to read.
-        model: base model to use in place of the one the checkpoints name (a local copy of it, say).
-        device: where to run.
-        tasks: lm-eval tasks to score, too (``find_tasks``).
-
-    Returns:
-        What was measured, with all it depends on; ``results`` maps each name to its numbers, ``lm_eval`` holds scores.
-
-    Raises:
-        MxdError: a damaged checkpoint, checkpoints of several base models, or no held-out text.
-    """
-    return measure(open_checkpoints(paths, data, model, device), together, tokens, tasks)
-
-
-def measure(
-    subject: Subject,
-    together: bool = False,
-    tokens: int = DEFAULTS.faithfulness.tokens,
-    tasks: Tasks | None = None,
-    seed: int = DEFAULTS.faithfulness.seed,
-) -> dict[str, Any]:
-    """Measure the faithfulness of what ``open_checkpoints`` loaded; see ``evaluate_checkpoints``."""
-    sets = subject.sets(together)
-    results = evaluate(subject.base, sets, subject.blocks(seed), tokens)
-    for name, members in sets.items():
-        results[name]["replacements"] = [describe(trained) for trained in members.values()]
-    scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
-    return subject.document(results, tokens_asked=tokens, seed=seed) | scores
 
 
 def held_out_blocks(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:

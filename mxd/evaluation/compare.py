@@ -3,33 +3,18 @@
 What is there already is kept, so an interrupted comparison goes on with the piece it was at.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mxd.common.files import read_json
 from mxd.common.progress import console
 from mxd.config import RunConfig
-from mxd.evaluation import answers
 from mxd.evaluation.checkpoints import open_checkpoints, save_results
-from mxd.evaluation.generation import generate_checkpoints
-from mxd.evaluation.probing import probe_checkpoints
-from mxd.evaluation.steering import steer_checkpoints
 from mxd.planning.memory import check_memory, plan_run
 from mxd.questions import EvaluationConfig, Question
 from mxd.training.source import load_base
 from mxd.training.trainer import train
-
-ANSWERS: dict[Question, tuple[Callable[..., dict[str, Any]], str]] = {
-    "evaluation": (answers.faithfulness, "faithfulness"),
-    "generation": (generate_checkpoints, "generation"),
-    "units": (answers.units, "units"),
-    "structure": (answers.structure, "structure"),
-    "probing": (probe_checkpoints, "probing"),
-    "masking": (answers.masking, "masking"),
-    "steering": (steer_checkpoints, "steering"),
-}
-"""Question -> what answers it, and the section of ``EvaluationConfig`` it is asked with."""
 
 
 def compare(config: RunConfig) -> Path:
@@ -53,8 +38,7 @@ def compare(config: RunConfig) -> Path:
     subject = open_checkpoints([folder], {} if asked.split is None else {"split": asked.split}, base)
     for question in open_questions:
         console.print(f"{question}:")
-        answer, section = ANSWERS[question]
-        found = answer(subject, getattr(asked, section))
+        found = import_module(f"mxd.evaluation.{question}").answer(subject, getattr(asked, question))
         save_results(found | {"compare": _settings(question, asked)}, _file(folder, question))
     return folder
 
@@ -66,7 +50,7 @@ def _answered(folder: Path, question: Question, asked: EvaluationConfig) -> bool
 
 def _settings(question: Question, asked: EvaluationConfig) -> dict[str, Any]:
     """Return the settings that a question's answer depends on."""
-    return {"split": asked.split} | getattr(asked, ANSWERS[question][1]).model_dump(mode="json")
+    return {"split": asked.split} | getattr(asked, question).model_dump(mode="json")
 
 
 def _file(folder: Path, question: Question) -> Path:

@@ -8,10 +8,8 @@ Cross-entropies are in nats. A position counts in them if its *target* token is 
 own token is not. The blocks below the lowest spliced one run once for all replacements.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,47 +17,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.common.errors import MxdError
-from mxd.common.progress import progress
+from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Blocks, mask_of, special_ids
 from mxd.evaluation.account import Account
-from mxd.evaluation.structure import streamed
+from mxd.evaluation.checkpoints import Subject, describe
+from mxd.evaluation.harness import Tasks, score
+from mxd.evaluation.walk import Mean, cross_entropy, evaluation_mode, next_token_logits, streamed
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.ops.losses import normalized_mse
-from mxd.questions import DEFAULTS
-from mxd.splice import Replacement, Where, spliced
-
-Sets = Mapping[str, Mapping[int, Replacement]]
-"""Name -> what is spliced in together: block number -> replacement."""
-
-
-@dataclass
-class Mean:
-    """A mean over tokens with a standard error that treats contexts, not tokens, as independent."""
-
-    totals: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
-        """Count one value per position."""
-        self.totals += (values.double() * counted).sum(-1).tolist()
-        self.counts += counted.sum(-1).tolist()
-
-    @property
-    def value(self) -> float:
-        """The mean."""
-        return sum(self.totals) / max(sum(self.counts), 1)
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the ratio estimator over contexts (linearised); infinite for a single context."""
-        n = len(self.counts)
-        if n < 2:
-            return math.inf
-        residuals = np.array(self.totals) - self.value * np.array(self.counts)
-        return float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / max(sum(self.counts), 1))
+from mxd.questions import DEFAULTS, FaithfulnessConfig
+from mxd.splice import Replacement, Splice, Where
 
 
 @dataclass(frozen=True)
@@ -78,13 +47,6 @@ class BasePrediction:
         """Compute everything from the logits of the positions before the targets."""
         logp = logits.log_softmax(-1)
         return cls(targets, counted, logp, logp.exp(), logp.argmax(-1), cross_entropy(logp, targets))
-
-
-def cross_entropy(
-    logp: Float[Tensor, "batch seq vocab"], targets: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """Return the negative log-probability of each target."""
-    return -logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 class Prediction:
@@ -117,24 +79,26 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running the model: what is spliced in, and the tokens at whose positions the base MLP answers."""
+    """One way of running the model, and what it predicts."""
 
-    replacements: Mapping[int, Replacement]
-    base_at: tuple[int, ...]
-    prediction: Prediction = field(default_factory=Prediction)
+    splice: Splice
+    prediction: Prediction
 
 
-class Measured:
+class Ways:
     """The ways in which one set of blocks is run: everything replaced, and around excluded tokens."""
 
-    def __init__(self, replacements: Mapping[int, Replacement], excluded: tuple[int, ...]) -> None:
-        self.full = Way(replacements, ())
-        self.around = Way(replacements, excluded) if excluded else self.full
+    def __init__(
+        self, model: FrozenModel, replacements: Mapping[int, Replacement | Where], excluded: Sequence[int]
+    ) -> None:
+        self.full = Way(Splice(model, replacements), Prediction())
+        self.around = self.full
+        if excluded:
+            self.around = Way(Splice(model, self.full.splice.layers, base_at=excluded), Prediction())
 
-    @property
-    def ways(self) -> list[Way]:
-        """Each of them once."""
-        return [self.full] if self.around is self.full else [self.full, self.around]
+    def __iter__(self) -> Iterator[Way]:
+        """Yield each of them once."""
+        return iter((self.full,) if self.around is self.full else (self.full, self.around))
 
 
 class Reconstruction:
@@ -148,6 +112,11 @@ class Reconstruction:
         self.account = account
         self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens"), 0.0)
         self.y = torch.zeros(())
+
+    def see_means(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
+        """Show the account a batch of MLP inputs and outputs, before ``see``."""
+        if self.account is not None:
+            self.account.see_means(self.account.layer.read(x, y))
 
     def see(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
         """Count a batch of MLP inputs and outputs."""
@@ -185,6 +154,84 @@ class Constant(nn.Module):
         return self.value.to(x).expand(*x.shape[:-1], -1)
 
 
+class MeasuredSet:
+    """What is measured of one set of replacements; made, every check of its splice is done."""
+
+    def __init__(
+        self, model: FrozenModel, replacements: Mapping[int, Replacement | Where], excluded: Sequence[int]
+    ) -> None:
+        self.ways = Ways(model, replacements, excluded)
+        self.layers = self.ways.full.splice.layers
+        self.reconstructions = {
+            number: Reconstruction(layer, Account(layer) if isinstance(layer, ReplacementLayer) else None)
+            for number, layer in self.layers.items()
+        }
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks whose MLPs are replaced."""
+        return tuple(sorted(self.layers))
+
+    def report(self, base: Mean, ablations: "Ablations") -> dict[str, Any]:
+        """Return the metrics of the full splice, and of the one around excluded tokens."""
+        splice, zero, mean = self.ways, ablations.zero, ablations.mean
+        return {
+            "tokens": sum(base.counts),
+            "contexts": len(base.counts),
+            "ce_base": base.value,
+            "ce_base_se": base.standard_error,
+            **_beside_ablations(splice.full, zero.full, mean.full),
+            "around_special": _beside_ablations(splice.around, zero.around, mean.around),
+        }
+
+    def report_layers(self) -> dict[str, dict[str, float]]:
+        """Return the reconstruction of each block's MLP."""
+        return {str(number): self.reconstructions[number].report() for number in self.blocks}
+
+
+@dataclass(frozen=True)
+class Ablations:
+    """The MLPs of one set of blocks replaced by zero, and by their mean output."""
+
+    zero: Ways
+    mean: Ways
+
+    @classmethod
+    def of(
+        cls, model: FrozenModel, blocks: Sequence[int], means: Mapping[int, Tensor], excluded: Sequence[int]
+    ) -> "Ablations":
+        """Make both."""
+        return cls(*(Ways(model, {n: Constant(factor * means[n]) for n in blocks}, excluded) for factor in (0, 1)))
+
+
+def answer(
+    subject: Subject,
+    how: FaithfulnessConfig = DEFAULTS.faithfulness,
+    together: bool = False,
+    tasks: Tasks | None = None,
+) -> dict[str, Any]:
+    """Measure the faithfulness of checkpoints on held-out text.
+
+    Args:
+        subject: the checkpoints.
+        how: how much text is read.
+        together: splice all of them at once, instead of each alone.
+        tasks: lm-eval tasks to score, too (``find_tasks``).
+
+    Returns:
+        What was measured, with all it depends on; ``results`` maps each name to its numbers, ``lm_eval`` holds scores.
+
+    Raises:
+        MxdError: as ``evaluate`` and ``score``.
+    """
+    sets = subject.sets(together)
+    results = evaluate(subject.base, sets, subject.blocks(how.seed), how.tokens)
+    for name, members in sets.items():
+        results[name]["replacements"] = [describe(trained) for trained in members.values()]
+    scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
+    return subject.document(results, tokens_asked=how.tokens, seed=how.seed) | scores
+
+
 @torch.no_grad()
 def evaluate(
     model: FrozenModel,
@@ -214,47 +261,38 @@ def evaluate(
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.
     """
-    sets: Sets = {name: {n: _loaded(r) for n, r in members.items()} for name, members in given.items()}
     ids = tuple(_special(model) if excluded is None else excluded)
     batches = list(streamed(blocks, tokens, forward_contexts))
-    layers = sorted({number for members in sets.values() for number in members})
-    if not layers:
+    if not any(given.values()):
         raise MxdError("nothing to evaluate: give at least one replacement.")
-    for members in sets.values():
-        with spliced(model, members):  # every check of a splice, once
-            pass
-    bare = {name: {n: _bare(r).to(model.device) for n, r in members.items()} for name, members in sets.items()}
-    modes = {module: module.training for members in bare.values() for module in members.values()}
-    for module in modes:
-        module.eval()
-    places = {tuple(sorted(members)) for members in sets.values()}
+    sets = {name: MeasuredSet(model, replacements, ids) for name, replacements in given.items()}
+    places = {one.blocks for one in sets.values()}
     forwards = 2 + (2 if ids else 1) * (len(sets) + 2 * len(places))
     total = forwards * sum(batch.size for batch in batches)
-    try:
-        with progress(f"evaluating {len(sets)} splices", total, "tokens through the model") as advance:
-            means, accounts = _first_pass(model, bare, layers, batches, ids, advance)
-            return _second_pass(model, bare, means, accounts, batches, ids, advance)
-    finally:
-        for module, training in modes.items():
-            module.train(training)
+    modules = [layer for one in sets.values() for layer in one.layers.values()]
+    with (
+        evaluation_mode(modules, model.device),
+        progress(f"evaluating {len(sets)} splices", total, "tokens through the model") as advance,
+    ):
+        means = _first_pass(model, sets.values(), batches, ids, advance)
+        ablations = {place: Ablations.of(model, place, means, ids) for place in places}
+        base = _second_pass(model, sets.values(), ablations.values(), batches, ids, advance)
+        return {
+            name: one.report(base, ablations[one.blocks]) | {"excluded": list(ids), "layers": one.report_layers()}
+            for name, one in sets.items()
+        }
 
 
 def _first_pass(
     model: FrozenModel,
-    sets: Mapping[str, Mapping[int, nn.Module]],
-    layers: Sequence[int],
+    sets: Collection[MeasuredSet],
     batches: Sequence[Int[np.ndarray, "_ seq"]],
     excluded: Sequence[int],
-    advance: Any,
-) -> tuple[dict[int, Tensor], dict[tuple[str, int], Account]]:
-    """Return the mean output of each block's MLP, and the accounts of all replacements, which have seen the means."""
+    advance: Advance,
+) -> dict[int, Tensor]:
+    """Return the mean output of each block's MLP, and show the means to the accounts of all replacements."""
     sums: dict[int, Tensor] = {}
-    accounts = {
-        (name, n): Account(layer)
-        for name, members in sets.items()
-        for n, layer in members.items()
-        if isinstance(layer, ReplacementLayer)
-    }
+    layers = sorted({number for one in sets for number in one.layers})
     count = 0
     for batch in batches:
         counted = torch.from_numpy(mask_of(batch, excluded))
@@ -262,73 +300,46 @@ def _first_pass(
         recorded = {n: _counted(site, counted) for n, site in model.record(_tensor(batch), layers).items()}
         for number, (_, y) in recorded.items():
             sums[number] = sums.get(number, 0) + y.double().sum(0)
-        for (_, number), account in accounts.items():
-            account.see_means(account.layer.read(*recorded[number]))
+        for one in sets:
+            for number, reconstruction in one.reconstructions.items():
+                reconstruction.see_means(*recorded[number])
         advance(batch.size)
     if not count:
         raise MxdError("every token of the evaluation text is excluded; check the excluded tokens and the text.")
-    return {number: (total / count).float() for number, total in sums.items()}, accounts
+    return {number: (total / count).float() for number, total in sums.items()}
 
 
 def _second_pass(
     model: FrozenModel,
-    sets: Mapping[str, Mapping[int, nn.Module]],
-    means: Mapping[int, Tensor],
-    accounts: Mapping[tuple[str, int], Account],
+    sets: Collection[MeasuredSet],
+    ablations: Collection[Ablations],
     batches: Sequence[Int[np.ndarray, "_ seq"]],
-    excluded: tuple[int, ...],
-    advance: Any,
-) -> dict[str, dict[str, Any]]:
-    places = {name: tuple(sorted(members)) for name, members in sets.items()}
-    splices = {name: Measured(members, excluded) for name, members in sets.items()}
-    zero, mean = (
-        {place: Measured({n: Constant(factor * means[n]) for n in place}, excluded) for place in set(places.values())}
-        for factor in (0, 1)
-    )
-    ways = [way for measured in (splices, zero, mean) for one in measured.values() for way in one.ways]
-    recons = {
-        (name, n): Reconstruction(layer, accounts.get((name, n)))
-        for name, members in sets.items()
-        for n, layer in members.items()
-    }
+    excluded: Sequence[int],
+    advance: Advance,
+) -> Mean:
+    """Run every splice and every ablation beside the base model, whose cross-entropy is returned."""
+    layers = sorted({number for one in sets for number in one.layers})
+    together = [*(one.ways for one in sets), *(each for one in ablations for each in (one.zero, one.mean))]
     base_ce = Mean()
     for batch in batches:
         ids = _tensor(batch).to(model.device)
         counted = torch.from_numpy(mask_of(batch, excluded)).to(model.device)
-        with model.block_outputs(list(means)) as hidden, model.watched(list(means)) as seen:
+        with model.block_outputs(layers) as below, model.watched(layers) as seen:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)
-        for (_, n), reconstruction in recons.items():
-            reconstruction.see(*_counted(seen[n], counted))
-        for way in ways:
-            lowest = min(way.replacements)
-            with (
-                spliced(model, way.replacements, base_at=way.base_at, check=False),
-                model.resumed(lowest, hidden.get(lowest)),
-            ):
-                way.prediction.see(base, model.logits(ids)[:, :-1])
+        for one in sets:
+            for number, reconstruction in one.reconstructions.items():
+                reconstruction.see(*_counted(seen[number], counted))
+        for way in (way for ways in together for way in ways):
+            way.prediction.see(base, next_token_logits(way.splice, ids, below))
             advance(batch.size)
         advance(batch.size)
-    return {
-        name: _summary(base_ce, splices[name], zero[place], mean[place])
-        | {"excluded": list(excluded), "layers": {str(n): recons[name, n].report() for n in place}}
-        for name, place in places.items()
-    }
+    return base_ce
 
 
-def _summary(base: Mean, splice: Measured, zero: Measured, mean: Measured) -> dict[str, Any]:
-    def of(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
-        found = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
-        return splice.prediction.report() | found | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
-
-    return {
-        "tokens": sum(base.counts),
-        "contexts": len(base.counts),
-        "ce_base": base.value,
-        "ce_base_se": base.standard_error,
-        **of(splice.full, zero.full, mean.full),
-        "around_special": of(splice.around, zero.around, mean.around),
-    }
+def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
+    found = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
+    return splice.prediction.report() | found | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
 
 
 def recovered(splice: Prediction, zero: Prediction) -> float | None:
@@ -353,14 +364,6 @@ def _counted(
 
 def _special(model: FrozenModel) -> list[int]:
     return special_ids(model.tokenizer) if model.tokenizer is not None else []
-
-
-def _loaded(replacement: Replacement | Where) -> Replacement:
-    return load_layer(replacement) if isinstance(replacement, str | Path) else replacement
-
-
-def _bare(replacement: Replacement) -> nn.Module:
-    return replacement.layer if isinstance(replacement, Trained) else replacement
 
 
 def _tensor(batch: Int[np.ndarray, "batch seq"]) -> Int[Tensor, "batch seq"]:

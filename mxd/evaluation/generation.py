@@ -20,10 +20,10 @@ from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
-from mxd.evaluation.faithfulness import Sets
+from mxd.evaluation.walk import Sets
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, GenerationConfig
-from mxd.splice import spliced
+from mxd.splice import Splice
 
 Choice = Callable[[int, Float[Tensor, "batch vocab"], Int[Tensor, "batch seq"]], Int[Tensor, " batch"]]
 """(step, logits of the next token, tokens so far) -> the next token."""
@@ -32,7 +32,7 @@ Z = 1.959964
 """Standard normal quantile of a two-sided 95% interval."""
 
 
-def generate_checkpoints(
+def answer(
     subject: Subject,
     how: GenerationConfig = DEFAULTS.generation,
     together: bool = False,
@@ -56,8 +56,9 @@ def generate_checkpoints(
     """
     tokenizer, bos = subject.base.tokenizer, subject.text.bos
     texts = [prompt] if prompt is not None else openings(subject.texts(), how.limit, how.seed)
-    words = max(1, len(prompt.split())) if prompt is not None else how.words
-    sets, ids = subject.sets(together), prompts(texts, tokenizer, words, how.limit, bos)
+    if prompt is not None:
+        how = how.model_copy(update={"words": max(1, len(prompt.split()))})
+    sets, ids = subject.sets(together), prompts(texts, tokenizer, how, bos)
     results = evaluate_generation(subject.base, sets, ids, how.tokens, batch)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
@@ -65,10 +66,10 @@ def generate_checkpoints(
             example["prompt_text"] = tokenizer.decode(example["prompt"], skip_special_tokens=True)
             for key in ("base", "spliced"):
                 example[f"{key}_tokens"] = [tokenizer.decode([token]) for token in example[key]]
-    return subject.document(results, asked={"prompt": prompt, **how.model_dump(), "words": words})
+    return subject.document(results, asked={"prompt": prompt, **how.model_dump()})
 
 
-def openings(texts: Iterable[str], limit: int, seed: int = DEFAULTS.generation.seed) -> Iterator[str]:
+def openings(texts: Iterable[str], limit: int, seed: int) -> Iterator[str]:
     """Yield texts to open with: of the first ``16 limit`` documents in a drawn order, then their paragraphs.
 
     Paragraphs serve where there are fewer documents than prompts; the second of each document come before any third.
@@ -84,8 +85,7 @@ def openings(texts: Iterable[str], limit: int, seed: int = DEFAULTS.generation.s
 def prompts(
     texts: Iterable[str],
     tokenizer: Any,
-    words: int = DEFAULTS.generation.words,
-    limit: int = DEFAULTS.generation.limit,
+    how: GenerationConfig = DEFAULTS.generation,
     bos: bool = True,
 ) -> list[list[int]]:
     """Return the first words of texts as token ids.
@@ -96,25 +96,22 @@ def prompts(
     Args:
         texts: documents; read only as far as needed.
         tokenizer: a Hugging Face tokenizer.
-        words: words in a prompt, as divided by white space.
-        limit: prompts to return at most.
+        how: how many prompts, of how many words, as divided by white space.
         bos: begin each prompt with BOS where the tokenizer has one.
 
     Raises:
-        MxdError: no text has that many words, ``words`` or ``limit`` is below 1, or there is no tokenizer.
+        MxdError: no text has that many words, or there is no tokenizer.
     """
     head = head_ids(tokenizer, bos)
-    for name, value in (("words", words), ("limit", limit)):
-        _check_positive(name, value)
-    opening = re.compile(rf"\s*(\S+(?:\s+\S+){{{words - 1}}})")
+    opening = re.compile(rf"\s*(\S+(?:\s+\S+){{{how.words - 1}}})")
     found: dict[str, None] = {}
     for text in texts:
         if match := opening.match(text):
             found[match[1]] = None
-        if len(found) == limit:
+        if len(found) == how.limit:
             break
     if not found:
-        raise MxdError(f"no prompts: no text has {words} words; give other texts or a smaller number of words.")
+        raise MxdError(f"no prompts: no text has {how.words} words; give other texts or a smaller number of words.")
     return [head + ids for ids in tokenizer(list(found), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
@@ -122,7 +119,7 @@ def prompts(
 def greedy(
     model: FrozenModel,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int = DEFAULTS.generation.tokens,
+    new_tokens: int,
     batch: int = 32,
 ) -> Int[Tensor, "prompts new_tokens"]:
     """Continue each prompt with the most probable token, ``new_tokens`` times; also inside ``spliced``.
@@ -170,7 +167,7 @@ def evaluate_generation(
     model: FrozenModel,
     sets: Sets,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int = DEFAULTS.generation.tokens,
+    new_tokens: int,
     batch: int = 32,
     examples: int = 8,
 ) -> dict[str, dict[str, Any]]:
@@ -199,14 +196,12 @@ def evaluate_generation(
     _check(model, prompts, new_tokens, batch)
     if not sets or not all(sets.values()):
         raise MxdError("nothing to evaluate: give at least one replacement in each set.")
-    for members in sets.values():
-        with spliced(model, members):  # only to hear now what does not fit
-            pass
+    splices = {name: Splice(model, members) for name, members in sets.items()}
     results = {}
     with progress(f"generating with {len(sets)} splices", (1 + len(sets)) * len(prompts) * new_tokens) as advance:
         base = _greedy(model, prompts, new_tokens, batch, advance)
-        for name, members in sets.items():
-            with spliced(model, members):
+        for name, splice in splices.items():
+            with splice.entered():
                 changed = _greedy(model, prompts, new_tokens, batch, advance)
             results[name] = _summary(base, changed) | {
                 "examples": [
@@ -274,7 +269,8 @@ def _summary(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"
 
 def _check(model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int) -> None:
     for name, value in (("new_tokens", new_tokens), ("batch", batch)):
-        _check_positive(name, value)
+        if value < 1:
+            raise MxdError(f"{name} is {value}; expected at least 1.")
     if not prompts:
         raise MxdError("no prompts to continue; give at least one list of token ids.")
     config = model.config.get_text_config()
@@ -292,8 +288,3 @@ def _check(model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int
                 f"prompt {number} of {len(prompt)} tokens and {new_tokens} new ones do not fit into the {positions} "
                 f"positions of {model.source!r}; shorten the prompt or lower new_tokens."
             )
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise MxdError(f"{name} is {value}; expected at least 1.")

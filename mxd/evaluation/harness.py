@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.evaluation.faithfulness import Sets
+from mxd.evaluation.walk import Sets
 from mxd.model.frozen import FrozenModel
 from mxd.splice import spliced
 

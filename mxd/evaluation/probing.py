@@ -11,7 +11,6 @@ paper, reads the last token alone.
 A TopK autoencoder of the same run is one more layer here. The raw neurons of the base MLP are probed in any case.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,10 @@ from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import LabelledTexts, labelled_texts
-from mxd.evaluation.checkpoints import Subject, describe
+from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.probes import Units, k_sparse_accuracy, probe_class
+from mxd.evaluation.walk import padded
 from mxd.layers.base import ACTIVATIONS
-from mxd.layers.gates import Gate
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
@@ -40,45 +40,6 @@ Site = tuple[int, str, tuple[int, ...]]
 TRAIN_SHARE = 0.8
 MIN_TOKENS = 5
 """Shorter texts are left out at the sample level, as in the paper's code."""
-BINS = 30
-SAEBENCH_K = (1, 2, 5)
-
-
-@dataclass(frozen=True)
-class Units:
-    """The pooled pre-activations of all units, computed for those asked for; of several heads each by itself.
-
-    Pre-activations are affine in a layer's input (``ReplacementLayer.gates``), so the mean over tokens is
-    taken of the input: one vector a text, whatever the number of units.
-    """
-
-    pooled: Float[Tensor, "texts width"]
-    gates: Gate | None = None
-    """What makes the units' pre-activations of it; ``None`` where they are its own entries, an MLP's neurons."""
-
-    def differences(self, first: Bool[np.ndarray, " texts"], second: Bool[np.ndarray, " texts"]) -> Tensor:
-        """Return for each unit (head by head) its mean over some texts minus its mean over others."""
-        one, other = (self.pooled[torch.from_numpy(rows)].double().mean(0) for rows in (first, second))
-        gap = (one - other).float()
-        if self.gates is None:
-            return gap
-        return torch.cat([self.gates.project(gap, head) for head in range(self.gates.heads)])
-
-    def columns(self, units: Tensor) -> Float[np.ndarray, "texts chosen"]:
-        """Return the pooled pre-activations of some units, numbered as ``differences`` lists them."""
-        if self.gates is None:
-            return self.pooled[:, units].double().cpu().numpy()
-        heads, numbers = units // self.gates.units, units % self.gates.units
-        columns = self.pooled.new_empty(len(self.pooled), len(units))
-        for head in heads.unique().tolist():
-            columns[:, heads == head] = F.linear(self.pooled, *self.gates.rows(numbers[heads == head], head))
-        return columns.double().cpu().numpy()
-
-    def named(self, unit: int) -> dict[str, int]:
-        """Return what results call a unit of ``differences``: its number, and its head where there are several."""
-        if self.gates is None or self.gates.heads == 1:
-            return {"unit": unit}
-        return {"unit": unit % self.gates.units, "head": unit // self.gates.units}
 
 
 @dataclass(frozen=True)
@@ -98,7 +59,7 @@ class _Read:
         return np.arange(len(self.ids)) < int(TRAIN_SHARE * len(self.ids))
 
 
-def probe_checkpoints(subject: Subject, how: ProbingConfig = DEFAULTS.probing) -> dict[str, Any]:
+def answer(subject: Subject, how: ProbingConfig = DEFAULTS.probing) -> dict[str, Any]:
     """Probe the units of checkpoints, and the neurons they replace, on labelled sets.
 
     Raises:
@@ -106,8 +67,7 @@ def probe_checkpoints(subject: Subject, how: ProbingConfig = DEFAULTS.probing) -
     """
     sets = [labelled_texts(source, how.text_column, how.label_column, how.split) for source in how.sets]
     results = evaluate_probing(subject.base, subject.trained, sets, how, subject.text.bos)
-    members = {name: describe(trained) for name, trained in subject.trained.items()}
-    return subject.document(results, asked=how.model_dump(mode="json"), replacements=members)
+    return subject.document(results, asked=how.model_dump(mode="json"), replacements=subject.members)
 
 
 @torch.no_grad()
@@ -182,108 +142,6 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def probe_class(
-    units: Units,
-    positive: Bool[np.ndarray, " texts"],
-    train: Bool[np.ndarray, " texts"],
-    candidates: int = DEFAULTS.probing.candidates,
-) -> dict[str, Any]:
-    """Probe single units for one class against all others.
-
-    Args:
-        units: pooled pre-activations of all units.
-        positive: which texts are of the class.
-        train: which texts the probes are fitted on; the others are held out.
-        candidates: units that get a probe: those whose mean over the class exceeds that over the rest the most.
-
-    Returns:
-        ``f1``, the best on the held-out texts, and the ``unit`` that has it (the paper's number); ``train_choice``, the
-        unit that is best on the training texts and its held-out F1; ``f1_always``, that of answering yes always;
-        ``n_test`` and ``n_positive``, the numbers of held-out texts and of those of the class; ``density``, the best
-        unit's pre-activations on held-out texts of the class and of the rest, as histograms with the same ``edges``.
-    """
-    chosen = units.differences(train & positive, train & ~positive)
-    chosen = chosen.topk(min(candidates, len(chosen))).indices
-    columns = units.columns(chosen)
-    answers = np.stack([_fit(column[:, None], positive, train, _probe()) for column in columns.T])
-    held_out = np.array([f1(positive[~train], answer[~train]) for answer in answers])
-    training = np.array([f1(positive[train], answer[train]) for answer in answers])
-    best, honest = int(held_out.argmax()), int(training.argmax())
-    return {
-        "f1": float(held_out[best]),
-        **units.named(int(chosen[best])),
-        "train_choice": {**units.named(int(chosen[honest])), "f1": float(held_out[honest])},
-        "f1_always": f1(positive[~train], np.ones(int((~train).sum()), dtype=bool)),
-        "n_test": int((~train).sum()),
-        "n_positive": int((positive & ~train).sum()),
-        "density": _density(columns[~train, best], positive[~train]),
-    }
-
-
-def k_sparse_accuracy(
-    units: Units,
-    positive: Bool[np.ndarray, " texts"],
-    train: Bool[np.ndarray, " texts"],
-    seed: int = DEFAULTS.probing.seed,
-) -> dict[str, float]:
-    """Return SAEBench's own numbers: held-out accuracy of a probe on the k units with the largest mean difference.
-
-    Differences count by absolute value here, and of the rest as many texts are drawn as the class has.
-
-    Args:
-        units: pooled pre-activations of all units.
-        positive: which texts are of the class.
-        train: which texts the probe is fitted on.
-        seed: draws the texts of the rest.
-    """
-    rng = np.random.default_rng(seed)
-    kept = positive.copy()
-    for part in (train, ~train):
-        rest = np.flatnonzero(part & ~positive)
-        kept[rng.choice(rest, min(len(rest), int((part & positive).sum())), replace=False)] = True
-    differences = units.differences(train & positive, train & kept & ~positive).abs()
-    columns = units.columns(differences.topk(min(max(SAEBENCH_K), len(differences))).indices)
-    held_out = kept & ~train
-    found = {}
-    for k in SAEBENCH_K:
-        answers = _fit(columns[:, :k], positive, train & kept, _saebench_probe())
-        found[str(k)] = float((answers[held_out] == positive[held_out]).mean())
-    return found
-
-
-def f1(truth: Bool[np.ndarray, " n"], answers: Bool[np.ndarray, " n"]) -> float:
-    """Return ``2 TP / (2 TP + FP + FN)``; 0 where nothing is true or found."""
-    hits = int((truth & answers).sum())
-    wrong = int((truth != answers).sum())
-    return 2 * hits / (2 * hits + wrong) if hits else 0.0
-
-
-def _probe() -> Any:
-    """Return the paper's probe; its penalty, l2, is scikit-learn's default."""
-    from sklearn.linear_model import LogisticRegression
-
-    return LogisticRegression(class_weight="balanced", solver="newton-cholesky", max_iter=200)
-
-
-def _saebench_probe() -> Any:
-    from sklearn.linear_model import LogisticRegression
-
-    return LogisticRegression(max_iter=1000)
-
-
-def _fit(
-    columns: Float[np.ndarray, "texts k"], positive: Bool[np.ndarray, " texts"], train: np.ndarray, probe: Any
-) -> Bool[np.ndarray, " texts"]:
-    """Fit a probe on the training texts and return its answers for all."""
-    import sklearn
-    from sklearn.exceptions import ConvergenceWarning
-
-    with warnings.catch_warnings(), sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
-        for category in (ConvergenceWarning, RuntimeWarning):  # an ill-conditioned fit ends in lbfgs, and says so
-            warnings.simplefilter("ignore", category)
-        return probe.fit(columns[train], positive[train]).predict(columns)
-
-
 def _probe_set(
     units: Units, given: _Read, classes: Sequence[str], how: ProbingConfig, advance: Callable[[int], None]
 ) -> dict[str, Any]:
@@ -304,14 +162,6 @@ def _probe_set(
         "classes": found,
         "mean_f1": float(np.mean([one["f1"] for one in found.values()])),
         "mean_f1_train_choice": float(np.mean([one["train_choice"]["f1"] for one in found.values()])),
-    }
-
-
-def _density(values: np.ndarray, positive: np.ndarray) -> dict[str, list[float]]:
-    edges = np.histogram_bin_edges(values, BINS)
-    sides = {"positive": values[positive], "negative": values[~positive]}
-    return {"edges": edges.tolist()} | {
-        name: np.histogram(side, edges, density=True)[0].tolist() for name, side in sides.items()
     }
 
 
@@ -417,10 +267,8 @@ def _pool(
     while order:
         size = max(1, forward_tokens // len(given.ids[order[-1]]))
         rows, order = order[-size:], order[:-size]
-        texts = [given.ids[i] for i in rows]
-        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = torch.tensor(text)
+        batch = padded(given.ids, rows)
+        ids = torch.from_numpy(batch.ids)
         recorded = model.record(ids, numbers)
         for site in sites:
             number, what, mask = site
@@ -430,7 +278,7 @@ def _pool(
             pooled = torch.einsum("bsd,bs->bd", vectors.float(), shares)
             store = found.setdefault(site, pooled.new_empty(len(given.ids), pooled.shape[-1]))
             store[rows] = pooled
-        advance(sum(map(len, texts)))
+        advance(int(batch.real.sum()))
     return found
 
 

@@ -1,103 +1,32 @@
 """The units: the rank of their weights (MxD, arXiv 2505.21364, app. B.4), and which of them leads (C.2, figure 21)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.contexts import Blocks, head_ids, mask_of
-from mxd.layers import Code, ReplacementLayer
+from mxd.data.contexts import Blocks, head_ids
+from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.ranks import weight_ranks
+from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
+from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
-from mxd.questions import DEFAULTS
-from mxd.splice import check_provenance
-
-K = TypeVar("K")
+from mxd.questions import DEFAULTS, StructureConfig
 
 LEADERS = 3
 """Units named for each prompt."""
 
-RANK_NUMBERS = 2**23
-"""Numbers in one batch of weights whose ranks are computed together."""
 
-
-class CodeMoments:
-    """The mean code over tokens, how often each unit is active, and how strongly at most."""
-
-    def __init__(self, layer: ReplacementLayer) -> None:
-        self.layer = layer
-        self.sums = torch.zeros(layer.num_units, dtype=torch.float64)
-        self.counts = torch.zeros(layer.num_units, dtype=torch.int64)
-        self.maxima = torch.zeros(layer.num_units)
-        self.tokens = 0
-
-    def count(self, code: Code) -> None:
-        """Count the code of a batch of tokens."""
-        values, indices = code.values.cpu().reshape(-1), code.indices.cpu().reshape(-1)
-        self.tokens += len(code.values)
-        self.sums.index_add_(0, indices, values.double())
-        self.counts.index_add_(0, indices, (values > 0).long())
-        self.maxima.scatter_reduce_(0, indices, values.float(), "amax")
-
-    def mean_code(self, like: Tensor) -> Code:
-        """Return the mean coefficients of all units as a code for every row of ``like``."""
-        mean = (self.sums / max(self.tokens, 1)).to(like)
-        indices = torch.arange(len(mean), device=like.device)
-        return Code(mean.expand(len(like), -1), indices.expand(len(like), -1), all_units=True)
-
-    @property
-    def rates(self) -> Float[Tensor, " units"]:
-        """The share of tokens at which each unit is active."""
-        return self.counts.double() / max(self.tokens, 1)
-
-    @property
-    def leading_unit(self) -> int:
-        """The unit that is active most often."""
-        return int(self.counts.argmax())
-
-    @property
-    def dead_share(self) -> float:
-        """Share of units that were never active."""
-        return float((self.counts == 0).float().mean())
-
-
-@torch.no_grad()
-def weight_ranks(
-    layer: ReplacementLayer, units: Sequence[int], advance: Any = None
-) -> tuple[Float[Tensor, " units"], Float[Tensor, " units"]]:
-    """Return the normalized rank and the stable rank of units' weights.
-
-    The normalized rank is ``rank(W_n) / min(H, O)`` (equation 23), where a rank counts the singular values above
-    ``max(H, O) eps`` times the largest: it is 1 also where nearly all energy lies in one direction. The stable rank,
-    ``||W_n||_F^2 / ||W_n||_2^2``, says how many directions carry the energy; at most the rank, 0 for a weight of zeros.
-    A feature's weight is one row, so both are 1, or 0.
-
-    Args:
-        layer: any replacement layer; the weights are materialised in batches.
-        units: which units.
-        advance: told of each batch of units that is done.
-    """
-    rows, columns = layer.unit_weight(0).shape
-    chunk = max(1, RANK_NUMBERS // (rows * columns))
-    found = [torch.zeros(2, 0)]
-    for start in range(0, len(units), chunk):
-        some = units[start : start + chunk]
-        singular = torch.linalg.svdvals(torch.stack([layer.unit_weight(n).float() for n in some]))
-        largest = singular[:, :1]
-        ranks = (singular > max(rows, columns) * torch.finfo(singular.dtype).eps * largest).sum(-1)
-        stable = (singular / largest.clamp_min(1e-30)).square().sum(-1)
-        found.append(torch.stack([ranks / min(rows, columns), stable]).cpu())
-        if advance is not None:
-            advance(len(some))
-    normalized, stable = torch.cat(found, 1)
-    return normalized, stable
+def answer(subject: Subject, how: StructureConfig = DEFAULTS.structure) -> dict[str, Any]:
+    """Look at the units of checkpoints; errors as ``evaluate_structure``."""
+    found = evaluate_structure(subject.base, subject.trained, subject.blocks(how.seed), how)
+    return subject.document(found, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
 
 
 @torch.no_grad()
@@ -105,9 +34,7 @@ def evaluate_structure(
     model: FrozenModel,
     trained: Mapping[str, Trained],
     blocks: Blocks,
-    tokens: int = DEFAULTS.structure.tokens,
-    experts: int = DEFAULTS.structure.experts,
-    prompts: Sequence[str] = DEFAULTS.structure.prompts,
+    how: StructureConfig = DEFAULTS.structure,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Look at the units of trained layers: their ranks, and which of them lead.
@@ -119,9 +46,7 @@ def evaluate_structure(
         model: the frozen base model.
         trained: name -> layer; the base model runs once for all of them, up to the last.
         blocks: contexts over which leads and rates are counted.
-        tokens: positions to read, rounded up to whole contexts; those the layer was trained without do not count.
-        experts: units whose rank is computed.
-        prompts: texts at whose last token the leading unit is named.
+        how: what is asked. Positions are rounded up to whole contexts; those a layer was trained without do not count.
         forward_contexts: contexts in one forward, by default about 1,024 tokens.
 
     Returns:
@@ -132,24 +57,22 @@ def evaluate_structure(
         ``rate`` over the text.
 
     Raises:
-        MxdError: no layers, no text, numbers below 1, or layers of another model.
+        MxdError: no layers, no text, or layers of another model.
     """
-    if experts < 1:
-        raise MxdError(f"experts is {experts}; expected at least 1.")
     leaders = {name: torch.zeros(one.layer.num_units, dtype=torch.int64) for name, one in trained.items()}
     moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
     with evaluating(model, trained):
-        with progress(f"structure: leading units of {len(trained)} layers", tokens) as advance:
-            for batch in streamed(blocks, tokens, forward_contexts):
+        with progress(f"structure: leading units of {len(trained)} layers", how.tokens) as advance:
+            for batch in streamed(blocks, how.tokens, forward_contexts):
                 for name, code, _ in codes(model, trained, batch):
                     moments[name].count(code)
                     unit, strength = _leading(code)
                     leaders[name] += torch.bincount(unit[strength > 0].cpu(), minlength=len(leaders[name]))
                 advance(batch.size)
-        counts = {name: min(experts, one.layer.num_units) for name, one in trained.items()}
+        counts = {name: min(how.experts, one.layer.num_units) for name, one in trained.items()}
         with progress(f"structure: ranks of {len(trained)} layers", sum(counts.values()), "units") as advance:
             ranks = {name: weight_ranks(one.layer, range(counts[name]), advance) for name, one in trained.items()}
-        prompted = leading_units(model, trained, prompts)
+        prompted = leading_units(model, trained, how.prompts)
     return {
         name: {
             "layer": one.provenance.layer,
@@ -196,68 +119,6 @@ def leading_units(
             if units := _strongest(code):
                 found[name].append({"prompt": prompt, "units": units})
     return found
-
-
-def codes(
-    model: FrozenModel,
-    trained: Mapping[K, Trained],
-    batch: Int[np.ndarray, "batch seq"],
-    places: Bool[np.ndarray, "batch seq"] | None = None,
-) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
-    """Yield each layer's name, its code at the tokens that count, and where these stand in the flattened batch.
-
-    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor
-    those where its stored constant answers, nor, where ``places`` are given, any others.
-    """
-    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.layer for one in trained.values()])
-    for name, one in trained.items():
-        x, y = sites[one.provenance.layer]
-        read = one.layer.read(x, y)
-        counted = mask_of(batch, one.provenance.masked_ids) & (True if places is None else places)
-        counted &= ~one.layer.at_bos(read).cpu().numpy()
-        code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
-        yield name, code, np.flatnonzero(counted)
-
-
-def streamed(
-    blocks: Blocks, tokens: int, forward_contexts: int | None = None
-) -> Iterator[Int[np.ndarray, "batch seq"]]:
-    """Yield batches of contexts until ``tokens`` positions are read or the text ends; nothing is kept.
-
-    Raises:
-        MxdError: the text holds no complete context, or ``tokens`` is below 1.
-    """
-    if tokens < 1:
-        raise MxdError(f"tokens is {tokens}; expected at least 1.")
-    stream = blocks(0)
-    first = next(stream, None)
-    if first is None:
-        raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
-    rows = islice(chain([first], stream), -(-tokens // len(first)))
-    while piece := list(islice(rows, forward_contexts or max(1, 1024 // len(first)))):
-        yield np.stack(piece)
-
-
-@contextmanager
-def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[None]:
-    """Have layers on the model's device and in evaluation mode for the length of the block.
-
-    Raises:
-        MxdError: there are none, or they were trained for another model.
-    """
-    if not trained:
-        raise MxdError("nothing to evaluate: give at least one trained layer.")
-    for one in trained.values():
-        model.check_layer(one.provenance.layer)
-        check_provenance(model, one.provenance.layer, one.provenance)
-    modes = [(one.layer.to(model.device), one.layer.training) for one in trained.values()]
-    for layer, _ in modes:
-        layer.eval()
-    try:
-        yield
-    finally:
-        for layer, training in modes:
-            layer.train(training)
 
 
 def _mean_and_spread(name: str, values: Float[Tensor, " units"]) -> dict[str, float]:

@@ -18,9 +18,10 @@ from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data.contexts import Blocks
 from mxd.evaluation.bands import Band, BandSamples
-from mxd.evaluation.structure import CodeMoments, codes, evaluating, streamed
+from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel
-from mxd.questions import DEFAULTS
+from mxd.questions import DEFAULTS, UnitsConfig
 
 BINS = 4
 """Bins of the histogram for each factor of ten."""
@@ -31,17 +32,23 @@ Strengths = dict[tuple[int, int], Float[np.ndarray, " seq"]]
 """(unit, context) -> the unit's coefficient at each token of the context that is shown, zero at the others."""
 
 
+def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[int] | None = None) -> dict[str, Any]:
+    """Look at the units of checkpoints; ``shown`` names units in place of those that add most.
+
+    Raises:
+        MxdError: as ``evaluate_units``.
+    """
+    found = evaluate_units(subject.base, subject.trained, subject.blocks(how.seed), how, shown)
+    return subject.document(found, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
+
+
 @torch.no_grad()
 def evaluate_units(
     model: FrozenModel,
     trained: Mapping[str, Trained],
     blocks: Blocks,
-    tokens: int = DEFAULTS.units.tokens,
+    how: UnitsConfig = DEFAULTS.units,
     units: Sequence[int] | None = None,
-    top: int = DEFAULTS.units.top,
-    contexts: int = DEFAULTS.units.contexts,
-    shared: float = DEFAULTS.units.shared,
-    seed: int = DEFAULTS.units.seed,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Count how often the units of trained layers fire, and show what some of them fire on.
@@ -50,12 +57,8 @@ def evaluate_units(
         model: the frozen base model.
         trained: name -> layer.
         blocks: the contexts.
-        tokens: positions to read, rounded up to whole contexts; those a layer was trained without do not count.
+        how: what is asked. Positions are rounded up to whole contexts; those a layer was trained without do not count.
         units: units to show; by default those that add most (``contributing``).
-        top: how many to show where ``units`` are not given.
-        contexts: contexts to show from each band, at most.
-        shared: units active at more than this share of the tokens are the shared ones.
-        seed: draws the contexts.
         forward_contexts: contexts in one forward, by default about 1,024 tokens.
 
     Returns:
@@ -64,20 +67,18 @@ def evaluate_units(
         ``contexts`` holds the ``tokens`` around the one ``at``, the ``strengths`` there, and the coefficient ``value``.
 
     Raises:
-        MxdError: no layers, no text, units that a layer does not have, or numbers below 1.
+        MxdError: no layers, no text, or units that a layer does not have.
     """
-    if contexts < 1:
-        raise MxdError(f"contexts is {contexts}; expected at least 1.")
     for name, one in trained.items():
         wrong = [unit for unit in units or () if not 0 <= unit < one.layer.num_units]
         if wrong:
             raise MxdError(f"{name} has units 0 ... {one.layer.num_units - 1}, got {wrong[0]}.")
     moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
-    samples = {name: BandSamples(one.layer.num_units, contexts, seed) for name, one in trained.items()}
+    samples = {name: BandSamples(one.layer.num_units, how.contexts, how.seed) for name, one in trained.items()}
     with evaluating(model, trained), TemporaryFile() as file:
         read = width = 0
-        with progress(f"units of {len(trained)} layers", tokens) as advance:
-            for batch in streamed(blocks, tokens, forward_contexts):
+        with progress(f"units of {len(trained)} layers", how.tokens) as advance:
+            for batch in streamed(blocks, how.tokens, forward_contexts):
                 width = batch.shape[1]
                 for name, code, place in codes(model, trained, batch):
                     moments[name].count(code)
@@ -89,11 +90,11 @@ def evaluate_units(
         text = np.memmap(file, np.int32, "r", shape=(read, width))
         results = {}
         for name, one in trained.items():
-            chosen = contributing(moments[name], top, shared) if units is None else units
+            chosen = contributing(moments[name], how.top, how.shared) if units is None else units
             bands = {unit: samples[name].bands(unit) for unit in chosen}
             strengths = _strengths(model, one, bands, text, forward_contexts or max(1, 1024 // width))
             pages = {str(unit): {"bands": _pages(model, unit, bands[unit], strengths, text)} for unit in chosen}
-            results[name] = {"layer": one.provenance.layer, **firing(moments[name], shared), "units": pages}
+            results[name] = {"layer": one.provenance.layer, **firing(moments[name], how.shared), "units": pages}
             for unit in chosen:
                 pages[str(unit)] |= {
                     key: results[name][of][unit]
@@ -102,7 +103,7 @@ def evaluate_units(
     return results
 
 
-def firing(moments: CodeMoments, shared: float = DEFAULTS.units.shared) -> dict[str, Any]:
+def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
     """Return how often and how strongly all units fire (app. C.1).
 
     Returns:
@@ -127,7 +128,7 @@ def firing(moments: CodeMoments, shared: float = DEFAULTS.units.shared) -> dict[
     }
 
 
-def contributing(moments: CodeMoments, top: int, shared: float = DEFAULTS.units.shared) -> list[int]:
+def contributing(moments: CodeMoments, top: int, shared: float) -> list[int]:
     """Return the units that add most, by mean coefficient times weight norm, without shared and dead ones."""
     adds = moments.sums * moments.layer.unit_norms().detach().cpu()
     adds[(moments.rates > shared) | (moments.counts == 0)] = -1

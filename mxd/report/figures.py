@@ -32,7 +32,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    document = Node(evaluation, "evaluation.json")
+    document = Node(evaluation, "faithfulness.json")
     data = document["data"]
     model, source, split = (_literal(each.text()) for each in (document["model"], data["source"], data["split"]))
     lines: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}

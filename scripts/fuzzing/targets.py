@@ -662,7 +662,7 @@ def cards(folder: Path) -> Any:
     path = sorted(source.iterdir())[1]
     config = json.loads((path / "config.json").read_text())
     sys.path.insert(0, str(HERE / "tests" / "report"))
-    run = json.loads((results(folder / "results") / "evaluation.json").read_text())
+    run = json.loads((results(folder / "results") / "faithfulness.json").read_text())
     return config, run, (path / "README.md").read_text()
 
 
@@ -676,7 +676,7 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
     folder = root / "input"
     folder.mkdir()
     write_json(folder / "config.json", config | {"provenance": spoilt(draw, config["provenance"])}, root)
-    write_json(folder / "evaluation.json", spoilt(draw, evaluation), root)
+    write_json(folder / "faithfulness.json", spoilt(draw, evaluation), root)
     (folder / "README.md").write_bytes(damaged(draw, readme.encode()))
     draw_figure = draw(st.integers(0, 9)) == 0
 
@@ -689,12 +689,12 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
             _, head, body = text.split("---\n", 2)
             assert yaml.safe_load(head)["library_name"] == "mxd"
             assert MARK not in re.sub(r"```python\n.*?\n```\n", "", body, flags=re.DOTALL), "a card shows text as it is"
-        found = Evaluation.read(folder / "evaluation.json")
+        found = Evaluation.read(folder / "faithfulness.json")
         if draw_figure and found is not None:
             from mxd.common.files import read_json
             from mxd.report.figures import frontier
 
-            frontier(read_json(folder / "evaluation.json"), root / "out" / "frontier.png")
+            frontier(read_json(folder / "faithfulness.json"), root / "out" / "frontier.png")
 
     return load
 

@@ -253,7 +253,7 @@ def test_variants_of_one_kind_are_told_apart_by_name():
 
 
 def test_a_file_that_is_no_evaluation_is_refused(tmp_path):
-    path = tmp_path / "evaluation.json"
+    path = tmp_path / "faithfulness.json"
     assert Evaluation.read(path) is None
     path.write_text(measured(member("a")).model_dump_json())
     assert Evaluation.read(path) == measured(member("a"))

@@ -810,18 +810,18 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
     assert code == 0 and hub.repos["org/set"].messages[1] == "first" and hub.repos["org/set"].private
     revision = re.search("revision: ([0-9a-f]{40})", out)[1]
     assert f"pushed: {hub.url}/org/set\n" in out
-    assert {"evaluation.json", "frontier.png", "README.md"} < set(hub.files("org/set"))
+    assert {"faithfulness.json", "frontier.png", "README.md"} < set(hub.files("org/set"))
     assert "![" in hub.files("org/set")["README.md"].decode()
     code, out, _ = command(capsys, "info", f"org/set@{revision}")
     assert code == 0 and list(json.loads(out)) == [f"org/set/layer2-tc-k8@{revision}"]
     code, out, _ = command(capsys, "evaluate", "org/set/layer2-tc-k8", "--tokens", 128)
-    assert code == 0 and "numbers: evaluation-layer2-tc-k8.json" in out
-    here = json.loads((tmp_path / "run" / "evaluation.json").read_text())["results"]["run/layer2-tc-k8"]
-    there = json.loads(Path("evaluation-layer2-tc-k8.json").read_text())["results"]["org/set/layer2-tc-k8"]
+    assert code == 0 and "numbers: faithfulness-layer2-tc-k8.json" in out
+    here = json.loads((tmp_path / "run" / "faithfulness.json").read_text())["results"]["run/layer2-tc-k8"]
+    there = json.loads(Path("faithfulness-layer2-tc-k8.json").read_text())["results"]["org/set/layer2-tc-k8"]
     assert there == here
     code, out, _ = command(capsys, "pull", "org/set", "mine", "--pattern", "*-k8")
     assert code == 0 and "pulled: mine/layer2-tc-k8\nnext: mxd evaluate mine/layer2-tc-k8" in out
-    assert set(contents(Path("mine"))) >= {"evaluation.json", "frontier.png", "README.md"}
+    assert set(contents(Path("mine"))) >= {"faithfulness.json", "frontier.png", "README.md"}
     assert contents(Path("mine/layer2-tc-k8")).keys() == contents(folder).keys()
 
 

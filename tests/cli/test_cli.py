@@ -40,7 +40,7 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert len((tmp_path / "abc" / "metrics.jsonl").read_text().splitlines()) == 8
     code, out, _ = mxd(capsys, "evaluate", str(tmp_path / "abc"), "--tokens", "256")
     assert code == 0 and "CE increase" in out and "zero-ablated" in out
-    results = json.loads((tmp_path / "abc" / "evaluation.json").read_text())["results"]
+    results = json.loads((tmp_path / "abc" / "faithfulness.json").read_text())["results"]
     assert set(results) == {"abc/layer1-mxd-k2", "abc/layer1-mxd-k4"}
     code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "layer1-mxd-k2"))
     (described,) = json.loads(out).values()
@@ -228,13 +228,13 @@ def test_demo_leaves_table_and_figure(
     for _ in range(2):  # the second replaces the first
         code, out, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")
         assert code == 0, err
-    (tmp_path / "d" / "evaluation.json").unlink()  # as after an interruption: continued
+    (tmp_path / "d" / "faithfulness.json").unlink()  # as after an interruption: continued
     assert mxd(capsys, "demo", "--out", str(tmp_path), "--run", "d")[0] == 0
     (tmp_path / "mine").mkdir()
-    for name in ("config.yaml", "evaluation.json"):  # somebody else's run, measured: refused, not replaced
+    for name in ("config.yaml", "faithfulness.json"):  # somebody else's run, measured: refused, not replaced
         (tmp_path / "mine" / name).write_text("{}")
     code, _, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "mine")
-    assert code == 1 and "already holds a run" in err and (tmp_path / "mine" / "evaluation.json").exists()
+    assert code == 1 and "already holds a run" in err and (tmp_path / "mine" / "faithfulness.json").exists()
     (tmp_path / "mine" / "config.yaml").write_bytes(b"\xff")
     code, _, err = mxd(capsys, "demo", "--out", str(tmp_path), "--run", "mine")
     assert code == 1 and "already holds a run" in err
@@ -242,7 +242,7 @@ def test_demo_leaves_table_and_figure(
         assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
         assert method in out
     assert (tmp_path / "d" / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((tmp_path / "d" / "evaluation.json").read_text())["results"]
+    results = json.loads((tmp_path / "d" / "faithfulness.json").read_text())["results"]
     params = {r["replacements"][0]["params"] for r in results.values()}
     assert len(results) == 8 and max(params) / min(params) < 1.01
 

@@ -1,6 +1,8 @@
 """The frontier in one command: everything is trained and answered once, and an interrupted comparison goes on."""
 
+import inspect
 import json
+from importlib import import_module
 from typing import get_args
 
 import pytest
@@ -8,10 +10,12 @@ import pytest
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.evaluation import compare as file
-from mxd.evaluation.compare import ANSWERS, compare
+from mxd.evaluation import faithfulness, structure
+from mxd.evaluation.compare import compare
 from mxd.model import loading
 from mxd.questions import EvaluationConfig, Question
 
+QUESTIONS = get_args(Question)
 SMALL = {
     "faithfulness": {"tokens": 256},
     "generation": {"limit": 6},
@@ -45,16 +49,17 @@ def answers(folder):
     return {path.stem: path.read_bytes() for path in folder.glob("*.json")}
 
 
-def test_every_question_has_an_answer_and_only_names_settings_that_exist():
-    assert set(ANSWERS) == set(get_args(Question))
-    sections = {section for _, section in ANSWERS.values()}
-    assert sections == set(EvaluationConfig.model_fields) - {"questions", "split"}
+def test_every_question_has_a_config_and_an_answer():
+    assert set(QUESTIONS) == set(EvaluationConfig.model_fields) - {"questions", "split"}
+    for question in QUESTIONS:
+        answer = import_module(f"mxd.evaluation.{question}").answer
+        assert list(inspect.signature(answer).parameters)[:2] == ["subject", "how"], question
 
 
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
-    folder = compare(run(tmp_path, list(ANSWERS)))
+    folder = compare(run(tmp_path, list(QUESTIONS)))
     names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
-    for question in ANSWERS:
+    for question in QUESTIONS:
         document = json.loads((folder / f"{question}.json").read_text())
         assert names <= set(document["results"]), question
         assert document["model"] == "tiny-gpt2" and document["versions"], question
@@ -68,7 +73,7 @@ def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_
     monkeypatch.setattr(loading, "_load", lambda name, *rest: loaded.append(name) or real(name, *rest))
     opened, really = [], file.open_checkpoints
     monkeypatch.setattr(file, "open_checkpoints", lambda *args: opened.append(args[1]) or really(*args))
-    compare(run(tmp_path, ["evaluation"]))
+    compare(run(tmp_path, ["faithfulness"]))
     assert loaded == ["tiny-gpt2"]
     assert opened == [{}]  # the text is that of `mxd evaluate`, for datasets without a held-out split, too
 
@@ -77,20 +82,20 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
     def stop(*_):
         raise KeyboardInterrupt
 
-    questions = ["evaluation", "structure", "generation"]
+    questions = ["faithfulness", "structure", "generation"]
     with monkeypatch.context() as patch:
-        patch.setitem(ANSWERS, "structure", (stop, ANSWERS["structure"][1]))
+        patch.setattr(structure, "answer", stop)
         with pytest.raises(KeyboardInterrupt):
             compare(run(tmp_path, questions))
     folder = tmp_path / "r"
     before = answers(folder)
-    assert set(before) == {"evaluation"}
+    assert set(before) == {"faithfulness"}
     trained = (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setitem(ANSWERS, "evaluation", (stop, ANSWERS["evaluation"][1]))  # not asked again
+        patch.setattr(faithfulness, "answer", stop)  # not asked again
         compare(run(tmp_path, questions))
     after = answers(folder)
-    assert set(after) == set(questions) and after["evaluation"] == before["evaluation"]
+    assert set(after) == set(questions) and after["faithfulness"] == before["faithfulness"]
     assert (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes() == trained
     monkeypatch.setattr(file, "open_checkpoints", stop)  # nothing is left to do
     assert compare(run(tmp_path, questions)) == folder
@@ -98,11 +103,11 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
 
 
 def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
-    folder = compare(run(tmp_path, ["evaluation", "generation"]))
+    folder = compare(run(tmp_path, ["faithfulness", "generation"]))
     before = answers(folder)
-    compare(run(tmp_path, ["evaluation", "generation"], generation={"limit": 7}, probing={"limit": 61}))
+    compare(run(tmp_path, ["faithfulness", "generation"], generation={"limit": 7}, probing={"limit": 61}))
     after = answers(folder)
-    assert after["evaluation"] == before["evaluation"] and after["generation"] != before["generation"]
+    assert after["faithfulness"] == before["faithfulness"] and after["generation"] != before["generation"]
     assert json.loads(after["generation"])["asked"]["limit"] == 7
 
 

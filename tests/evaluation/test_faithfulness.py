@@ -10,10 +10,11 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.data.contexts import mask_of, special_ids
-from mxd.evaluation.faithfulness import Mean, Prediction, evaluate, recovered
+from mxd.evaluation.faithfulness import Prediction, answer, evaluate, recovered
 from mxd.layers import LAYERS, size
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
+from mxd.questions import FaithfulnessConfig
 
 LAYER = 2
 
@@ -193,22 +194,6 @@ def test_evaluation_leaves_the_model_as_it_was(model: FrozenModel, rows: np.ndar
     assert torch.equal(model.logits(ids), before)
 
 
-def test_standard_error_is_over_contexts() -> None:
-    rng = np.random.default_rng(0)
-    values, counted = rng.normal(size=(40, 7)), rng.random((40, 7)) > 0.3
-    mean = Mean()
-    mean.see(torch.from_numpy(values), torch.from_numpy(counted))
-    assert mean.value == pytest.approx(values[counted].mean())
-    resampled = []
-    for _ in range(4000):
-        pick = rng.integers(0, 40, 40)
-        resampled.append((values[pick] * counted[pick]).sum() / counted[pick].sum())
-    assert mean.standard_error == pytest.approx(np.std(resampled), rel=0.1)
-    lone = Mean()
-    lone.see(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
-    assert lone.standard_error == float("inf")
-
-
 def test_a_share_of_noise_is_not_given() -> None:
     """What zero-ablation costs must be told from nothing before a share of it is recovered."""
     splice, zero = Prediction(), Prediction()
@@ -268,7 +253,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
 
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     from mxd.config import parse_config
-    from mxd.evaluation.checkpoints import evaluate_checkpoints, measure, open_checkpoints, save_results
+    from mxd.evaluation.checkpoints import open_checkpoints, save_results
     from mxd.training.trainer import train
 
     raw = {
@@ -281,26 +266,27 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
         "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
     }
     folder = train(parse_config(raw))
-    found = evaluate_checkpoints([folder], tokens=512)
+    how = FaithfulnessConfig(tokens=512)
+    found = answer(open_checkpoints([folder]), how)
     assert set(found["results"]) == {f"r/layer{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
     assert found["data"]["split"] == "validation"
     pair = [folder / "layer1-mxd-k2", folder / "layer2-mxd-k4"]
-    both = evaluate_checkpoints(pair, together=True, tokens=512, data={"context": 64})
+    both = answer(open_checkpoints(pair, {"context": 64}), how, together=True)
     assert list(both["results"]) == ["together"]
     assert len(both["results"]["together"]["replacements"]) == 2
     assert json.loads(save_results(both, tmp_path / "x" / "e.json").read_text())["results"].keys() == {"together"}
-    drawn = evaluate_checkpoints([pair[0]], tokens=512), measure(open_checkpoints([pair[0]]), tokens=512, seed=1)
+    subject = open_checkpoints([pair[0]])
+    drawn = answer(subject, how), answer(subject, FaithfulnessConfig(tokens=512, seed=1))
     first, other = ({"ce_base": d["results"]["r/layer1-mxd-k2"]["ce_base"], "seed": d["seed"]} for d in drawn)
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
-    subject = open_checkpoints([pair[0]])
     by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.blocks(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
     with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
-        evaluate_checkpoints([folder], together=True)
+        answer(open_checkpoints([folder]), how, together=True)
     with pytest.raises(MxdError, match="other weights there"):
-        evaluate_checkpoints([folder / "layer1-mxd-k2"], tokens=512, model="tiny-neox")
+        answer(open_checkpoints([folder / "layer1-mxd-k2"], model="tiny-neox"), how)
     with pytest.raises(MxdError, match="no checkpoint"):
-        evaluate_checkpoints([tmp_path / "nowhere"])
+        open_checkpoints([tmp_path / "nowhere"])
 
 
 def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: FrozenModel, rows: np.ndarray) -> None:

@@ -15,8 +15,8 @@ from mxd.config import DataConfig
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.faithfulness import Constant
 from mxd.evaluation.generation import (
+    answer,
     evaluate_generation,
-    generate_checkpoints,
     generation_match,
     greedy,
     openings,
@@ -26,7 +26,7 @@ from mxd.evaluation.generation import (
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
-from mxd.questions import GenerationConfig
+from mxd.questions import GenerationConfig, checked
 from mxd.splice import spliced
 
 LAYER = 2
@@ -289,7 +289,7 @@ def test_prompts_are_the_first_words_after_bos(tokenizer):
         "<|endoftext|>five six seven eight",
     ]
     assert prompts(texts, tokenizer, bos=False) == [ids[1:] for ids in found]
-    assert prompts(["One two"], tokenizer, words=1) == [[0, *tokenizer("One")["input_ids"]]]
+    assert prompts(["One two"], tokenizer, GenerationConfig(words=1)) == [[0, *tokenizer("One")["input_ids"]]]
 
 
 def test_prompts_leave_out_repeats_and_read_no_further_than_needed(tokenizer):
@@ -300,7 +300,7 @@ def test_prompts_leave_out_repeats_and_read_no_further_than_needed(tokenizer):
             read.append(n)
             yield f"document number {n // 3} says something"
 
-    found = prompts(endless(), tokenizer, limit=4)
+    found = prompts(endless(), tokenizer, GenerationConfig(limit=4))
     assert [tokenizer.decode(ids[1:]) for ids in found] == [f"document number {n} says" for n in range(4)]
     assert len(read) == 10
 
@@ -352,7 +352,7 @@ def test_bad_sets_are_refused_before_anything_runs(trained_gpt2):
             ({"a": good, "b": {77: zero(trained_gpt2)}}, "out of range"),
         ]:
             with pytest.raises(MxdError, match=message):
-                evaluate_generation(trained_gpt2, sets, [[1]])
+                evaluate_generation(trained_gpt2, sets, [[1]], 1)
     assert not seen
 
 
@@ -361,13 +361,13 @@ def test_bad_sets_are_refused_before_anything_runs(trained_gpt2):
     [
         (["one two three"], {}, "no text has 4 words"),
         ([], {}, "no text has 4 words"),
-        (["one"], {"words": 0}, "words is 0; expected at least 1"),
-        (["one"], {"words": 1, "limit": 0}, "limit is 0; expected at least 1"),
+        (["one"], {"words": 0}, "words is 0; input should be greater than 0"),
+        (["one"], {"words": 1, "limit": 0}, "limit is 0; input should be greater than 0"),
     ],
 )
 def test_texts_that_give_no_prompts(tokenizer, texts, options, message):
     with pytest.raises(MxdError, match=message):
-        prompts(texts, tokenizer, **options)
+        prompts(texts, tokenizer, checked(GenerationConfig, **options))
 
 
 def test_prompts_need_a_tokenizer():
@@ -385,7 +385,7 @@ def test_openings_are_documents_first_then_paragraphs_in_turn():
     assert len({tuple(openings(iter(texts), 5, seed)) for seed in range(9)}) > 1
     endless = (str(n) for n in itertools.count())
     assert sorted(map(int, openings(endless, 2, 0))) == list(range(32))
-    assert list(openings([], 4)) == []
+    assert list(openings([], 4, 0)) == []
 
 
 def subject(model, *numbers, bos=True):
@@ -400,7 +400,7 @@ def subject(model, *numbers, bos=True):
 
 def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained_gpt2):
     one = subject(trained_gpt2, LAYER)
-    found = generate_checkpoints(one, GenerationConfig(limit=12, words=3, tokens=4, seed=1))
+    found = answer(one, GenerationConfig(limit=12, words=3, tokens=4, seed=1))
     result = found["results"]["r/2"]
     assert result["prompts"] == 12 and len(result["match"]) == 4
     assert result["replacements"][0] == {
@@ -413,19 +413,19 @@ def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained
         assert "".join(example["base_tokens"]) == trained_gpt2.tokenizer.decode(example["base"])
         assert [trained_gpt2.tokenizer.decode([t]) for t in example["spliced"]] == example["spliced_tokens"]
     texts = openings(one.texts(), 12, 1)
-    ids = prompts(texts, trained_gpt2.tokenizer, 3, 12)
+    ids = prompts(texts, trained_gpt2.tokenizer, GenerationConfig(words=3, limit=12))
     assert [e["prompt"] for e in result["examples"]] == ids[:8]
-    other = generate_checkpoints(one, GenerationConfig(limit=12, words=3, tokens=4, seed=2))
+    other = answer(one, GenerationConfig(limit=12, words=3, tokens=4, seed=2))
     other = other["results"]["r/2"]["examples"]
     assert [e["prompt"] for e in other] != [e["prompt"] for e in result["examples"]]
 
 
 def test_one_prompt_is_continued_whole(trained_gpt2):
-    found = generate_checkpoints(subject(trained_gpt2, 1, LAYER, bos=False), GenerationConfig(tokens=3), True, TEXTS[0])
+    found = answer(subject(trained_gpt2, 1, LAYER, bos=False), GenerationConfig(tokens=3), True, TEXTS[0])
     assert list(found["results"]) == ["together"]
     (example,) = found["results"]["together"]["examples"]
     assert example["prompt_text"] == TEXTS[0]
     assert example["prompt"] == trained_gpt2.tokenizer(TEXTS[0])["input_ids"]
     assert len(found["results"]["together"]["replacements"]) == 2
     with pytest.raises(MxdError, match="no prompts"):
-        generate_checkpoints(subject(trained_gpt2, LAYER), prompt="  ")
+        answer(subject(trained_gpt2, LAYER), prompt="  ")

@@ -138,7 +138,7 @@ def test_scores_go_into_the_evaluations_file(trained_gpt2, stand_in, tmp_path, c
     assert _mxd(*words, "--lm-eval", "arc_easy,arc_hard", "--lm-eval-limit", "3") == 0
     printed = capsys.readouterr().out
     assert "arc_hard" in printed and "at most 3 documents" in printed
-    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    found = json.loads((tmp_path / "run" / "faithfulness.json").read_text())
     assert found["lm_eval"]["limit"] == 3
     with spliced(trained_gpt2, {1: layer}):
         expected = logit(trained_gpt2)

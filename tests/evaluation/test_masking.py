@@ -11,13 +11,12 @@ from tables import write_table
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
-from mxd.evaluation.masking import (
-    belonging,
-    evaluate_masking,
-    evaluate_purging,
-    halves,
-)
+from mxd.evaluation import ablation
+from mxd.evaluation.ablation import halves
+from mxd.evaluation.masking import belonging, evaluate_masking
+from mxd.evaluation.purging import evaluate_purging
 from mxd.layers import LAYERS, Code
+from mxd.questions import MaskingConfig, PurgingConfig, checked
 from mxd.report.page import write_report
 from mxd.splice import splice, spliced
 
@@ -149,7 +148,7 @@ def test_wrong_masks_are_refused_before_anything_changes(gpt2, ids):
 
 def test_a_unit_belongs_where_it_is_twice_as_strong_as_anywhere_else():
     scores = torch.tensor([[4.0, 3.9, 0.0, 1.0, 0.0], [2.0, 2.0, 0.0, 1.0, 5.0], [1.0, 0.0, 0.0, 0.0, 2.0]])
-    assert belonging(scores).tolist() == [0, -1, -1, -1, 1]
+    assert belonging(scores, 2.0).tolist() == [0, -1, -1, -1, 1]
     assert belonging(scores, ratio=3.0).tolist() == [-1, -1, -1, -1, -1]
     assert belonging(scores, ratio=1.5).tolist() == [0, 0, -1, -1, 1]
 
@@ -276,7 +275,7 @@ def test_domain_masking_agrees_with_numpy(gpt2, method):
         for d in range(3):
             belongs = (best > 0) & (best >= 1.1 * second) & (scores.argmax(0) == d)
             masks[d][number] = np.flatnonzero(belongs).tolist()
-    got = evaluate_masking(gpt2, hand.sets, TEXTS, LABELS, 1.1, batch=3)["both"]
+    got = evaluate_masking(gpt2, hand.sets, TEXTS, LABELS, MaskingConfig(ratio=1.1), batch=3)["both"]
     assert got["domains"] == domains
     assert got["members"] == members(masks, domains)
     assert got["units"] == {d: sum(map(len, mask.values())) for d, mask in zip(domains, masks, strict=True)}
@@ -314,7 +313,7 @@ def test_purging_agrees_with_numpy(gpt2, method):
         for i, threshold in enumerate(thresholds):
             masks[i][number] = np.flatnonzero((r >= threshold) & beyond).tolist()
             reached[i] += int((r >= threshold).sum())
-    got = evaluate_purging(gpt2, hand.sets, MANY, scores, thresholds, batch=7)["both"]
+    got = evaluate_purging(gpt2, hand.sets, MANY, scores, PurgingConfig(thresholds=thresholds), batch=7)["both"]
     assert got["units"] == [sum(map(len, mask.values())) for mask in masks]
     assert got["share"] == [count / (2 * UNITS) for count in got["units"]]
     assert got["removed"] == [count - kept for count, kept in zip(reached, got["units"], strict=True)]
@@ -340,7 +339,8 @@ def test_random_scores_mask_nothing(gpt2):
             rng.exponential(size=72).tolist(),
             [rng.random(len(gpt2.tokenizer(t)["input_ids"])).tolist() for t in MANY],
         ):
-            for got in evaluate_purging(gpt2, sets, MANY, scores, (0.1, 0.05), seed=seed).values():
+            how = PurgingConfig(thresholds=(0.1, 0.05), seed=seed)
+            for got in evaluate_purging(gpt2, sets, MANY, scores, how).values():
                 assert got["units"] == [0, 0] and got["changes"] == [[0, 0], [0, 0]]
                 removed += got["removed"][1]
     assert removed > 10
@@ -359,9 +359,9 @@ def test_tokens_may_have_scores_of_their_own(gpt2):
     expected = max(np.corrcoef(rows[:, n], scores)[0, 1] for n in range(UNITS) if np.ptp(rows[:, n]) > 0)
     groups = np.array([np.mean(each) for each in of_tokens])
     assert ((groups > groups.mean()) == ["1" in t for t in MANY]).all()  # so that the halves are those drawn here
-    got = evaluate_purging(gpt2, sets, MANY, of_tokens, (0.3,))["a"]
+    got = evaluate_purging(gpt2, sets, MANY, of_tokens, PurgingConfig(thresholds=(0.3,)))["a"]
     assert got["leading"][0]["correlation"] == pytest.approx(expected, abs=1e-5)
-    other = evaluate_purging(gpt2, sets, MANY, groups.tolist(), (0.3,))["a"]
+    other = evaluate_purging(gpt2, sets, MANY, groups.tolist(), PurgingConfig(thresholds=(0.3,)))["a"]
     assert other["leading"][0]["correlation"] != pytest.approx(expected, abs=1e-3)
     with pytest.raises(MxdError, match=r"text \d+ has 3 scores for \d+ tokens; give it one number, or one for each"):
         evaluate_purging(gpt2, sets, MANY, [[0.0, 1.0, float(n)] for n in range(len(MANY))])
@@ -380,7 +380,7 @@ def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
     layer.encoder.data[5] = direction
     layer.encoder_bias.data[5] = -(rest @ direction).max() - 1e-3
     layer.decoder.data[5] = torch.linspace(-30, 30, 32)
-    got = evaluate_masking(gpt2, {"a": {1: trained_on(gpt2, 1, layer)}}, TEXTS, LABELS, ratio=1e6)["a"]
+    got = evaluate_masking(gpt2, {"a": {1: trained_on(gpt2, 1, layer)}}, TEXTS, LABELS, MaskingConfig(ratio=1e6))["a"]
     assert got["members"] == {"animals": {"1": []}, "laws": {"1": []}, "numbers": {"1": [5]}}
     assert got["matrix"][0] == got["matrix"][1] == got["matrix_se"][1] == [0, 0, 0]
     assert abs(got["matrix"][2][2]) > 0.01 and got["matrix"][2][:2] == [0, 0]
@@ -388,20 +388,18 @@ def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
 
 
 def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
-    from mxd.evaluation import masking
-
     seen = []
-    measure = masking._measure
+    measure = ablation.measure
 
-    def spy(model, sets, ways, *rest):
-        seen.append(ways["a"])
-        return measure(model, sets, ways, *rest)
+    def spy(model, sets, masks, control, *rest):
+        seen.append([*masks["a"], *control["a"]])
+        return measure(model, sets, masks, control, *rest)
 
-    monkeypatch.setattr(masking, "_measure", spy)
+    monkeypatch.setattr(ablation, "measure", spy)
     layer = layer_for(gpt2, 1)
     sets = {"a": {1: trained_on(gpt2, 1, layer)}}
     for seed in (0, 0, 1):
-        evaluate_masking(gpt2, sets, TEXTS, LABELS, 1.5, seed=seed)
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(ratio=1.5, seed=seed))
     rows = [np.array([[0, *gpt2.tokenizer(text)["input_ids"]]]) for text in TEXTS]
     active = set(np.flatnonzero(sum(dense_code(gpt2, 1, layer, row).sum((0, 1)) for row in rows)).tolist())
     assert len(active) < UNITS
@@ -416,8 +414,9 @@ def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
 def test_results_do_not_depend_on_the_batch_or_on_what_else_is_measured(gpt2):
     one = {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}
     other = {2: trained_on(gpt2, 2, layer_for(gpt2, 2, "transcoder"))}
-    alone = evaluate_masking(gpt2, {"a": one}, TEXTS, LABELS, 1.5, batch=1)["a"]
-    among = evaluate_masking(gpt2, {"b": other, "a": one, "ab": {**one, **other}}, TEXTS, LABELS, 1.5, batch=5)["a"]
+    how, sets = MaskingConfig(ratio=1.5), {"b": other, "a": one, "ab": {**one, **other}}
+    alone = evaluate_masking(gpt2, {"a": one}, TEXTS, LABELS, how, batch=1)["a"]
+    among = evaluate_masking(gpt2, sets, TEXTS, LABELS, how, batch=5)["a"]
     assert alone["members"] == among["members"]
     for key in ("matrix", "matrix_se", "control", "loss", "loss_base"):
         np.testing.assert_allclose(alone[key], among[key], atol=1e-5)
@@ -429,7 +428,7 @@ def test_the_blocks_below_run_once_for_all_splices_and_masks(gpt2):
     calls = []
     handle = gpt2.blocks[0].attn.register_forward_pre_hook(lambda module, args: calls.append(module))
     try:
-        evaluate_masking(gpt2, sets, TEXTS, LABELS, 1.5, batch=100)
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(ratio=1.5), batch=100)
     finally:
         handle.remove()
     assert len(calls) == 2  # choosing, measuring
@@ -438,15 +437,15 @@ def test_the_blocks_below_run_once_for_all_splices_and_masks(gpt2):
 def test_mistakes_are_named(gpt2, trained_gpt2):
     sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     for options, message in (
-        ({"ratio": 0.5}, "ratio is 0.5; expected at least 1"),
-        ({"ratio": float("nan")}, "ratio is nan"),
         ({"labels": ["a"] * len(TEXTS)}, "number of domains is 1; expected at least 2"),
         ({"labels": ["a", *["b"] * (len(TEXTS) - 1)]}, "texts of 'a' is 1; expected at least 2"),
-        ({"limit": 1}, "limit is 1; expected at least 2"),
         ({"context": 1}, "context is 1; expected at least 2"),
     ):
         with pytest.raises(MxdError, match=message):
             evaluate_masking(gpt2, sets, **{"texts": TEXTS, "labels": LABELS, **options})
+    for field, value in (("ratio", 0.5), ("ratio", float("nan")), ("limit", 1)):
+        with pytest.raises(MxdError, match=f"{field} is {value}; input should be greater than or equal to"):
+            checked(MaskingConfig, **{field: value})
     with pytest.raises(MxdError, match="number of different scores is 1"):
         evaluate_purging(gpt2, sets, TEXTS, [1.0] * len(TEXTS))
     with pytest.raises(

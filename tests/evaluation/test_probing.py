@@ -15,16 +15,8 @@ from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.data.labelled import LabelledTexts, labelled_texts
-from mxd.evaluation.probing import (
-    Units,
-    _pool,
-    _read,
-    _shares,
-    evaluate_probing,
-    f1,
-    k_sparse_accuracy,
-    probe_class,
-)
+from mxd.evaluation.probes import Units, f1, k_sparse_accuracy, probe_class
+from mxd.evaluation.probing import _pool, _read, _shares, evaluate_probing
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
@@ -255,7 +247,7 @@ def test_the_unit_best_on_held_out_texts_and_the_one_best_in_training_are_told_a
     train = np.arange(100) < 80
     noisy_in_training = np.where(train, positive ^ (np.arange(100) % 5 == 0), positive)
     noisy_held_out = np.where(train, positive, positive ^ (np.arange(100) % 5 == 0))
-    one = probe_class(units_of(np.stack([noisy_in_training, noisy_held_out], 1) * 5.0), positive, train)
+    one = probe_class(units_of(np.stack([noisy_in_training, noisy_held_out], 1) * 5.0), positive, train, 100)
     assert (one["unit"], one["f1"]) == (0, 1.0)
     assert one["train_choice"] == {"unit": 1, "f1": pytest.approx(0.8)}
 

@@ -14,17 +14,8 @@ from command import mxd
 from mxd.artifacts.checkpoint import Trained, save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
-from mxd.evaluation.steering import (
-    Endpoint,
-    LocalJudge,
-    NoAnswer,
-    choose,
-    evaluate_steering,
-    judge_prompt,
-    judged,
-    read_answer,
-    summary,
-)
+from mxd.evaluation.judging import Endpoint, LocalJudge, NoAnswer, judge_prompt, judged, read_answer
+from mxd.evaluation.steering import choose, evaluate_steering, summary
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
@@ -338,15 +329,13 @@ def test_a_local_model_that_babbles_fails_every_time(gpt2, build_model, tokenize
 
 
 def test_a_local_judge_is_asked_by_its_chat_template_and_stops_at_eos(gpt2, monkeypatch):
-    from mxd.evaluation import steering
+    from mxd.evaluation import judging
 
     asked = []
     tokenizer = type(gpt2.tokenizer).from_pretrained(gpt2.tokenizer.name_or_path)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
     answer = [*tokenizer("0.75, 0.50")["input_ids"], 0, *tokenizer(" and more")["input_ids"]]
-    monkeypatch.setattr(
-        steering, "greedy", lambda model, prompts, n: asked.append(prompts[0]) or torch.tensor([answer])
-    )
+    monkeypatch.setattr(judging, "greedy", lambda model, prompts, n: asked.append(prompts[0]) or torch.tensor([answer]))
     judge = LocalJudge(load_frozen(gpt2.module, tokenizer=tokenizer))
     assert judged(judge, ["text"]).answers == [(0.75, 0.5)]
     text = tokenizer.decode(asked[0])

@@ -10,9 +10,16 @@ from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import structure
-from mxd.evaluation.structure import evaluate_structure, leading_units, streamed, weight_ranks
+from mxd.evaluation.ranks import weight_ranks
+from mxd.evaluation.structure import evaluate_structure, leading_units
+from mxd.evaluation.walk import streamed
 from mxd.layers import LAYERS
-from mxd.questions import DEFAULTS
+from mxd.questions import DEFAULTS, StructureConfig, checked
+
+
+def whole(rows, **fields):
+    """Ask of all rows."""
+    return StructureConfig(tokens=rows.size, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,13 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
     layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
     trained = {str(number): trained_on(gpt2, number, layer) for number, layer in layers.items()}
     prompts = ["The people", "of the United States", "1990"]
-    found = evaluate_structure(gpt2, trained, blocks_of(rows), rows.size, 10, prompts, forward_contexts=5)
+    found = evaluate_structure(
+        gpt2,
+        trained,
+        blocks_of(rows),
+        whole(rows, experts=10, prompts=prompts),
+        forward_contexts=5,
+    )
     for number, layer in layers.items():
         got, code = found[str(number)], dense_code(gpt2, number, layer, rows)[rows != 0]
         leads = np.bincount(code.argmax(-1)[code.max(-1) > 0], minlength=UNITS)
@@ -110,7 +123,7 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
 def test_a_shared_expert_leads_everywhere(gpt2, rows):
     layer = layer_for(gpt2, 1)
     layer.gate_bias.data[6] = 1e3
-    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows)).values()
     assert got["leader"] == {"unit": 6, "share": 1.0}
     first, second = ([row["units"][place] for row in got["leading"]] for place in (0, 1))
     assert {one["unit"] for one in first} == {6} and len(first) == len(DEFAULTS.structure.prompts)
@@ -128,38 +141,24 @@ def test_fewer_units_are_named_where_fewer_are_active(gpt2):
 def test_a_layer_that_is_never_active_leads_nowhere(gpt2, rows):
     layer = layer_for(gpt2, 1)
     layer.gate_bias.data.fill_(-1e3)
-    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size).values()
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows)).values()
     assert got["leader"]["share"] == 0 and got["leading"] == []
 
 
 def test_a_random_k_is_its_mean_here(gpt2):
     layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
     one = trained_on(gpt2, 1, layer)
-    evaluate_structure(gpt2, {"a": one}, blocks_of(np.full((2, 8), 5)), 16, 2)
+    evaluate_structure(gpt2, {"a": one}, blocks_of(np.full((2, 8), 5)), StructureConfig(tokens=16, experts=2))
     assert layer.training and int(layer.sparsity.draws) == 0
-
-
-def test_the_text_is_streamed_in_whole_contexts():
-    rows = np.arange(10 * 16).reshape(10, 16)
-    read = []
-
-    def blocks(start):
-        for row in rows[start:]:
-            read.append(row)
-            yield row
-
-    batches = list(streamed(blocks, 5 * 16 + 1, 4))
-    assert [len(batch) for batch in batches] == [4, 2] and len(read) == 6
-    np.testing.assert_array_equal(np.concatenate(batches), rows[:6])
-    assert [len(batch) for batch in streamed(blocks_of(np.zeros((100, 16))), 10**6)] == [64, 36]
 
 
 def test_mistakes_are_named(gpt2, rows):
     one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
+    for field in ("tokens", "experts"):
+        with pytest.raises(MxdError, match=f"{field} is 0; input should be greater than 0"):
+            checked(StructureConfig, **{field: 0})
     with pytest.raises(MxdError, match="tokens is 0; expected at least 1"):
-        evaluate_structure(gpt2, one, blocks_of(rows), 0)
-    with pytest.raises(MxdError, match="experts is 0; expected at least 1"):
-        evaluate_structure(gpt2, one, blocks_of(rows), 16, experts=0)
+        next(streamed(blocks_of(rows), 0))
     with pytest.raises(MxdError, match="no complete context"):
         evaluate_structure(gpt2, one, blocks_of(rows[:0]))
     with pytest.raises(MxdError, match="at least one trained layer"):

@@ -13,9 +13,15 @@ from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import bands as bands_module
 from mxd.evaluation.bands import BANDS, DEPTH, STEPS, BandSamples
-from mxd.evaluation.structure import CodeMoments
 from mxd.evaluation.units import WINDOW, contributing, evaluate_units, firing, token_strings
+from mxd.evaluation.walk import CodeMoments
 from mxd.layers import LAYERS, Code
+from mxd.questions import UnitsConfig, checked
+
+
+def whole(rows, **fields):
+    """Ask of all rows."""
+    return UnitsConfig(tokens=rows.size, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def test_rates_and_strengths_agree_with_numpy(gpt2, rows, method):
     """Several layers at once; special tokens do not count."""
     layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
     trained = {f"at {number}": trained_on(gpt2, number, layer) for number, layer in layers.items()}
-    found = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, forward_contexts=5)
+    found = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), forward_contexts=5)
     assert list(found) == ["at 0", "at 2"]
     for number, layer in layers.items():
         got, code = found[f"at {number}"], dense_code(gpt2, number, layer, rows)[rows != 0]
@@ -55,13 +61,13 @@ def test_shared_and_dead_units_are_named(gpt2, rows):
     layer.gate_bias.data[3] = 1e3
     layer.gate_bias.data[5] = -1e3
     trained = {"a": trained_on(gpt2, 1, layer)}
-    got = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, shared=0.9)["a"]
+    got = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows, shared=0.9))["a"]
     assert got["shared"][0] == {"unit": 3, "rate": 1.0}
     assert all(one["rate"] > 0.9 == got["shared_above"] for one in got["shared"])
     assert [one["unit"] for one in got["shared"]] != sorted(range(UNITS))
     assert got["dead"] >= 1 and got["rates"][5] == 0
     assert not {"3", "5"} & set(got["units"])
-    shown = evaluate_units(gpt2, trained, blocks_of(rows), rows.size, units=[5, 3])["a"]["units"]
+    shown = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), units=[5, 3])["a"]["units"]
     assert list(shown) == ["5", "3"] and shown["5"]["bands"] == [] and len(shown["3"]["bands"]) >= 1
 
 
@@ -71,7 +77,12 @@ def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, me
     code = dense_code(gpt2, 1, layer, rows) * (rows != 0)[..., None]
     units = [int(n) for n in np.argsort(-(code > 0).sum((0, 1)))[:6]]
     got = evaluate_units(
-        gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size, units, contexts=3, forward_contexts=5
+        gpt2,
+        {"a": trained_on(gpt2, 1, layer)},
+        blocks_of(rows),
+        whole(rows, contexts=3),
+        units,
+        forward_contexts=5,
     )["a"]["units"]
     assert list(got) == [str(unit) for unit in units]
     for unit in units:
@@ -105,9 +116,8 @@ def test_the_same_for_every_batch_size_and_another_for_another_seed(gpt2, rows):
     trained = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
 
     def found(seed=0, batch=4):
-        units = evaluate_units(
-            gpt2, trained, blocks_of(rows), 320, top=8, contexts=1, seed=seed, forward_contexts=batch
-        )
+        how = UnitsConfig(tokens=320, top=8, contexts=1, seed=seed)
+        units = evaluate_units(gpt2, trained, blocks_of(rows), how, forward_contexts=batch)
         return [
             [c["tokens"] for band in page["bands"] for c in band["contexts"]] for page in units["a"]["units"].values()
         ]
@@ -124,7 +134,7 @@ def test_the_base_model_runs_once_for_all_layers_and_stops_after_the_last(gpt2, 
         for n, block in enumerate(gpt2.blocks)
     ]
     try:
-        evaluate_units(gpt2, trained, blocks_of(rows), rows.size, units=[], forward_contexts=4)
+        evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), units=[], forward_contexts=4)
     finally:
         for handle in handles:
             handle.remove()
@@ -133,7 +143,7 @@ def test_the_base_model_runs_once_for_all_layers_and_stops_after_the_last(gpt2, 
 
 def test_layers_are_left_in_their_mode_and_measured_in_evaluation_mode(gpt2, rows):
     layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
-    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), rows.size, units=[])["a"]
+    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows), units=[])["a"]
     assert layer.training and int(layer.sparsity.draws) == 0
     assert sum(got["rates"]) <= K
 
@@ -141,7 +151,7 @@ def test_layers_are_left_in_their_mode_and_measured_in_evaluation_mode(gpt2, row
 def test_text_that_can_be_read_only_once_is_enough(gpt2, rows):
     stream = iter(rows)
     trained = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
-    got = evaluate_units(gpt2, trained, lambda start: stream, 10**6, top=3)["a"]
+    got = evaluate_units(gpt2, trained, lambda start: stream, UnitsConfig(tokens=10**6, top=3))["a"]
     assert got["tokens"] == (rows != 0).sum() and len(got["units"]) == 3
 
 
@@ -149,11 +159,12 @@ def test_mistakes_are_named(gpt2, trained_gpt2, rows):
     one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
     for options, message in (
         ({"units": [UNITS]}, r"a has units 0 \.\.\. 39, got 40"),
-        ({"tokens": 0}, "tokens is 0; expected at least 1"),
-        ({"contexts": 0}, "contexts is 0; expected at least 1"),
+        ({"tokens": 0}, "tokens is 0; input should be greater than 0"),
+        ({"contexts": 0}, "contexts is 0; input should be greater than 0"),
     ):
         with pytest.raises(MxdError, match=message):
-            evaluate_units(gpt2, one, blocks_of(rows), **{"tokens": 32, **options})
+            units = options.pop("units", None)
+            evaluate_units(gpt2, one, blocks_of(rows), checked(UnitsConfig, **{"tokens": 32, **options}), units)
     with pytest.raises(MxdError, match="no complete context"):
         evaluate_units(gpt2, one, blocks_of(rows[:0]))
     with pytest.raises(MxdError, match="at least one trained layer"):
@@ -169,10 +180,10 @@ def test_units_that_add_most_come_first(gpt2):
     moments.count(Code(values, torch.tensor([[7, 8, 9]] * 3)))
     norms = layer.unit_norms()
     adds = {8: 4 * norms[8], 9: 4 * norms[9]}
-    assert contributing(moments, 10) == sorted([9], key=adds.get)  # 7 and 8 are active at more than half the tokens
+    assert contributing(moments, 10, 0.5) == [9]  # 7 and 8 are active at more than half the tokens
     assert contributing(moments, 10, shared=0.9) == sorted([8, 9], key=adds.get, reverse=True)
     assert contributing(moments, 1, shared=0.9) == [max(adds, key=adds.get)]
-    assert firing(moments)["shared"] == [{"unit": 7, "rate": 1.0}, {"unit": 8, "rate": pytest.approx(2 / 3)}]
+    assert firing(moments, 0.5)["shared"] == [{"unit": 7, "rate": 1.0}, {"unit": 8, "rate": pytest.approx(2 / 3)}]
 
 
 # Sampling

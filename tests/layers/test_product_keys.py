@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxd.common.errors import MxdError
-from mxd.evaluation.probing import Units
+from mxd.evaluation.probes import Units
 from mxd.layers import Code, MLPShape, PairCode, ReplacementConfig, ReplacementLayer
 from mxd.layers.base import code_product, linear_init, zeros
 from mxd.layers.gates import MOST_SCORES, Gate, LinearGate

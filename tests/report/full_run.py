@@ -61,7 +61,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     makers = {
-        "evaluation": evaluated,
+        "faithfulness": evaluated,
         "generation": generated,
         "structure": structured,
         "units": looked_at,

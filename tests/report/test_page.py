@@ -83,7 +83,7 @@ def test_every_number_in_a_table_is_the_one_its_source_holds(run, page):
 
 def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
     titles = {
-        "evaluation": {"faithfulness"},
+        "faithfulness": {"faithfulness"},
         "generation": {"generation"},
         "structure": {"structure"},
         "units": {"units", "similarity"},
@@ -283,7 +283,7 @@ def test_similarity_is_the_cosine_of_the_busiest_units_gate_rows(run):
 def test_results_without_layers_make_a_report_and_layers_without_results_do(run, tmp_path):
     alone = tmp_path / "results"
     alone.mkdir()
-    (alone / "evaluation.json").write_bytes((run / "evaluation.json").read_bytes())
+    (alone / "faithfulness.json").write_bytes((run / "faithfulness.json").read_bytes())
     assert "MxD (made-up), k8, block 1" in write_report(alone)[1].read_text()
     page, _ = write_report(run / "layer1-mxd-k8", tmp_path / "deep" / "one.html")
     assert "What was trained" in page.read_text()
@@ -294,13 +294,29 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     folder.mkdir()
     for path in run.iterdir():
         (folder / path.name).symlink_to(path)
-    document = json.loads((run / "evaluation.json").read_text())
+    document = json.loads((run / "faithfulness.json").read_text())
     result = next(iter(document["results"].values()))
     result |= {"layers": {"1": result["layers"]["1"], "2": result["layers"]["1"]}}
     result["replacements"] *= 2
-    write_json(folder / "evaluation-together.json", document | {"results": {"together": result}})
+    write_json(folder / "faithfulness-together.json", document | {"results": {"together": result}})
     shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
     assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 2
+
+
+def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    for path in run.glob("layer*"):
+        (folder / path.name).symlink_to(path)
+    document = json.loads((run / "faithfulness.json").read_text())
+    name = next(iter(document["results"]))
+    base, spliced = ({"arc": {"acc,none": acc, "acc_stderr,none": 0.0125, "alias": 1}} for acc in (0.5, 0.4375))
+    scores = {"version": "0.4.9", "limit": 10, "base": base, "spliced": {name: spliced}}
+    write_json(folder / "faithfulness.json", document | {"lm_eval": scores})
+    page, twin = write_report(folder)
+    assert "| arc: acc | 0.5000 ± 0.0125 | 0.4375 ± 0.0125 |" in twin.read_text()
+    shown = dict(Reader(page.read_text()).cells)
+    assert shown["faithfulness.json#/lm_eval/base/arc/acc,none"].startswith("0.5000")
 
 
 METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'

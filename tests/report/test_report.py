@@ -127,8 +127,8 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda found: found["data"].pop("source"), r"evaluation.json#/data has no 'source'"),
-        (lambda found: found.update(model=3), r"evaluation.json#/model is not a text"),
+        (lambda found: found["data"].pop("source"), r"faithfulness.json#/data has no 'source'"),
+        (lambda found: found.update(model=3), r"faithfulness.json#/model is not a text"),
         (lambda found: found["results"]["a"].update(replacements=[]), r"#/results/a/replacements has no 0"),
         (lambda found: found["results"]["a"]["replacements"][0].pop("k"), r"#/results/a/replacements/0 has no 'k'"),
         (lambda found: found["results"]["a"].update(layers={}), r"#/results/a/layers has no '2'"),

@@ -37,7 +37,7 @@ DRAWN = (NMSE, CE_INCREASE, KL)
 
 def section(run: Run) -> Section | None:
     """Return the faithfulness of every splice; ``None`` where nothing was evaluated."""
-    found = run.results("evaluation")
+    found = run.results("faithfulness")
     if not found:
         return None
     parts: list[Part] = [
@@ -48,7 +48,7 @@ def section(run: Run) -> Section | None:
         *(_table(found, caption, metrics) for caption, metrics in TABLES),
         *_tasks(run),
     ]
-    first, document = found[0][1], run.documents["evaluation"][0]
+    first, document = found[0][1], run.documents["faithfulness"][0]
     data = document["data"]
     text = f"{data['source'].text()}, {data['split'].text()}"
     lead = (
@@ -199,7 +199,7 @@ def _together(replacement: Replacement, result: Node) -> str:
 def _tasks(run: Run) -> list[Part]:
     """Scores of lm-eval, the base model and each splice beside it."""
     parts: list[Part] = []
-    for document in run.documents["evaluation"]:
+    for document in run.documents["faithfulness"]:
         scores = document.get("lm_eval")
         if scores is None:
             continue

@@ -1,0 +1,280 @@
+"""What does masking units do to the loss? Units are chosen on one half of some texts, and losses measured on the other.
+
+Units are chosen (``Chooser``) by their activations in the unchanged model; as many other active units, drawn at random,
+are the control. Questions differ in how they choose: by domain (``masking.py``), by score (``purging.py``).
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mxd.artifacts.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.common.progress import Advance, progress
+from mxd.data.contexts import head_ids, mask_of, special_ids
+from mxd.evaluation.walk import (
+    Mean,
+    PaddedTexts,
+    TrainedSets,
+    codes,
+    cross_entropy,
+    evaluating,
+    next_token_logits,
+    padded_batches,
+)
+from mxd.layers import Code
+from mxd.model.frozen import FrozenModel
+from mxd.splice import Splice
+
+Mask = Mapping[int, Sequence[int]]
+"""Block number -> units that are switched off."""
+Place = tuple[str, int]
+"""The name of a set and a block number: one layer."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts in groups, as token ids; one half chooses units, the other is measured."""
+
+    rows: list[list[int]]
+    groups: list[int]
+    choosing: list[int]
+    """Numbers of the texts that choose."""
+    measuring: list[int]
+    """Numbers of the texts that are measured."""
+
+    @property
+    def measured(self) -> list[int]:
+        """How many texts of each group are measured."""
+        return [sum(self.groups[n] == group for n in self.measuring) for group in range(max(self.groups) + 1)]
+
+
+class Chosen(NamedTuple):
+    """Of one layer the units that a chooser masks, and those that are active on the texts it saw."""
+
+    masks: list[Bool[Tensor, " units"]]
+    active: Bool[Tensor, " units"]
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """Looks at the activations of the texts that choose, then names units to mask."""
+
+    num_masks: int
+    """How many it makes of each set."""
+
+    def see(self, place: Place, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
+        """Look at a layer's activations on a batch of texts, and where in it these tokens stand."""
+
+    def chosen(self, place: Place) -> Chosen:
+        """Return the units of a layer that each mask switches off."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What masks do to the losses of a set of replacements, by group of texts."""
+
+    masks: list[Mask]
+    base: list[Mean]
+    """The base model's losses."""
+    spliced: list[Mean]
+    """The losses of the splice with no unit masked."""
+    changes: list[list[Mean]]
+    """What each mask adds to these."""
+    control: list[list[Mean]]
+    """The same for as many units drawn at random."""
+
+    def report(self) -> dict[str, list[float]]:
+        """Return the losses with no unit masked."""
+        return {
+            "loss_base": [mean.value for mean in self.base],
+            "loss": [mean.value for mean in self.spliced],
+        }
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many units each mask switches off."""
+        return [sum(map(len, mask.values())) for mask in self.masks]
+
+
+def places(sets: TrainedSets) -> dict[Place, Trained]:
+    """Return all layers."""
+    return {(name, number): one for name, members in sets.items() for number, one in members.items()}
+
+
+@torch.no_grad()
+def ablate(
+    model: FrozenModel,
+    sets: TrainedSets,
+    texts: Texts,
+    chooser: Chooser,
+    title: str,
+    seed: int,
+    batch: int,
+) -> dict[str, Ablation]:
+    """Have units chosen on one half of the texts, and measure on the other what masking them does.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        texts: the texts.
+        chooser: chooses the units.
+        title: of the progress.
+        seed: draws the control's units.
+        batch: texts in one forward.
+
+    Raises:
+        MxdError: layers that do not fit the model.
+    """
+    layers = places(sets)
+    total = len(texts.choosing) + len(texts.measuring) * (1 + len(sets) * (1 + 2 * chooser.num_masks))
+    with evaluating(model, layers), progress(title, total, "texts") as advance:
+        for some in padded_batches(texts.rows, texts.choosing, batch):
+            for place, code, at in codes(model, layers, some.ids, some.real):
+                chooser.see(place, code, at, some)
+            advance(len(some.numbers))
+        chosen = {place: chooser.chosen(place) for place in layers}
+        masks = {
+            name: [{n: where(chosen[name, n].masks[i]) for n in members} for i in range(chooser.num_masks)]
+            for name, members in sets.items()
+        }
+        control = {
+            name: list(control_masks(masks[name], {n: chosen[name, n].active for n in members}, seed))
+            for name, members in sets.items()
+        }
+        return measure(model, sets, masks, control, texts, batch, advance)
+
+
+def measure(
+    model: FrozenModel,
+    sets: TrainedSets,
+    masks: Mapping[str, Sequence[Mask]],
+    control: Mapping[str, Sequence[Mask]],
+    texts: Texts,
+    size: int,
+    advance: Advance,
+) -> dict[str, Ablation]:
+    """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them."""
+    groups = len(set(texts.groups))
+    found = {
+        name: Ablation(
+            masks[name],
+            _means(groups),
+            _means(groups),
+            [_means(groups) for _ in masks[name]],
+            [_means(groups) for _ in control[name]],
+        )
+        for name in sets
+    }
+    splices = {name: Splice(model, members, check=False) for name, members in sets.items()}
+    masked = {name: [_masked(splices[name], mask) for mask in (*masks[name], *control[name])] for name in sets}
+    special = special_ids(model.tokenizer)
+    for batch in padded_batches(texts.rows, texts.measuring, size):
+        ids = torch.from_numpy(batch.ids).to(model.device)
+        counted = torch.from_numpy(batch.real & mask_of(batch.ids, special))[:, 1:]
+        at = [texts.groups[number] for number in batch.numbers]
+        with model.block_outputs(sorted({min(members) for members in sets.values()})) as below:
+            base = _loss(model.logits(ids)[:, :-1], ids)
+        advance(len(at))
+        for name, one in found.items():
+            whole = _loss(next_token_logits(splices[name], ids, below), ids)
+            _see(one.base, base, counted, at)
+            _see(one.spliced, whole, counted, at)
+            advance(len(at))
+            for splice, means in zip(masked[name], (*one.changes, *one.control), strict=True):
+                change = torch.zeros_like(whole)
+                if splice is not None:
+                    change = _loss(next_token_logits(splice, ids, below), ids) - whole
+                _see(means, change, counted, at)
+                advance(len(at))
+    return found
+
+
+def _masked(splice: Splice, mask: Mask) -> Splice | None:
+    """Return a splice with units switched off; ``None`` where the mask has none."""
+    return Splice(splice.model, splice.layers, mask=mask) if any(map(len, mask.values())) else None
+
+
+def _loss(
+    logits: Float[Tensor, "batch targets vocab"], ids: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch targets"]:
+    return cross_entropy(logits.log_softmax(-1), ids[:, 1:]).cpu()
+
+
+def _see(means: Sequence[Mean], values: Tensor, counted: Tensor, groups: Sequence[int]) -> None:
+    for row, group in enumerate(groups):
+        means[group].see(values[row : row + 1], counted[row : row + 1])
+
+
+def control_masks(masks: Sequence[Mask], active: Mapping[int, Bool[Tensor, " units"]], seed: int) -> Iterator[Mask]:
+    """Yield for each mask one of the same size, of active units outside it, as far as there are any."""
+    rng = np.random.default_rng(seed)
+    for mask in masks:
+        drawn: dict[int, list[int]] = {}
+        for number, units in mask.items():
+            pool = np.setdiff1d(where(active[number]), units)
+            drawn[number] = sorted(rng.choice(pool, min(len(units), len(pool)), replace=False).tolist())
+        yield drawn
+
+
+def halves(
+    tokenizer: Any,
+    texts: Sequence[str],
+    groups: Sequence[int],
+    names: Sequence[str],
+    limit: int,
+    context: int,
+    bos: bool = True,
+    seed: int = 0,
+) -> Texts:
+    """Draw up to ``limit`` texts of each group; the first half of them chooses units, the other is measured.
+
+    Raises:
+        MxdError: no tokenizer, a group with fewer than two texts, or numbers that make no sense.
+    """
+    at_least("context", context, 2)
+    head = head_ids(tokenizer, bos)
+    choosing, measuring = [], []
+    for group, name in enumerate(names):
+        numbers = [n for n, of in enumerate(groups) if of == group and texts[n].strip()]
+        random.Random(seed).shuffle(numbers)
+        numbers = numbers[:limit]
+        at_least(f"the number of texts of {name!r}", len(numbers), 2)
+        choosing += numbers[: len(numbers) // 2]
+        measuring += numbers[len(numbers) // 2 :]
+    wanted = [text if n in {*choosing, *measuring} else "" for n, text in enumerate(texts)]
+    rows = tokenizer(wanted, add_special_tokens=False, truncation=True, max_length=context - len(head), verbose=False)
+    return Texts([head + ids for ids in rows["input_ids"]], list(groups), choosing, measuring)
+
+
+def where(chosen: Bool[Tensor, " units"]) -> list[int]:
+    """Return the numbers of the units that are chosen."""
+    return chosen.nonzero().flatten().tolist()
+
+
+def table(name: str, means: Sequence[Sequence[Mean]]) -> dict[str, Any]:
+    """Return means by name, and their standard errors."""
+    return {
+        name: [[mean.value for mean in row] for row in means],
+        f"{name}_se": [[mean.standard_error for mean in row] for row in means],
+    }
+
+
+def at_least(what: str, got: float | int, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        MxdError: so.
+    """
+    if not got >= least:
+        raise MxdError(f"{what} is {got:g}; expected at least {least:g}.")
+
+
+def _means(groups: int) -> list[Mean]:
+    return [Mean() for _ in range(groups)]

@@ -1,0 +1,178 @@
+"""Can what goes with a score of the text be switched off? Units are masked that correlate with it beyond chance.
+
+After Monet (ICLR 2025, section 5.3); Monet's score is toxicity.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from mxd.artifacts.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.data.contexts import head_ids
+from mxd.data.labelled import scored_texts
+from mxd.evaluation.ablation import Ablation, Chosen, Place, Texts, ablate, at_least, halves, places, table
+from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.correlation import Correlation, Correlations
+from mxd.evaluation.walk import PaddedTexts, TrainedSets
+from mxd.layers import Code
+from mxd.model.frozen import FrozenModel
+from mxd.questions import PURGING, PurgingConfig
+
+Score = float | Sequence[float]
+"""Of a text, or one for each of its tokens."""
+
+FEWEST_TEXTS = 30
+"""Texts that must choose units by a score."""
+
+
+def answer(subject: Subject, how: PurgingConfig, scores: str, together: bool = False) -> dict[str, Any]:
+    """Mask units of checkpoints that go with a score; ``scores`` is a file of texts with a number each.
+
+    Raises:
+        MxdError: as ``scored_texts`` and ``evaluate_purging``.
+    """
+    given, text = scored_texts(scores, how.text_column, how.score_column), subject.text
+    found = evaluate_purging(subject.base, subject.sets(together), *given, how, text.context, text.bos)
+    asked = {"texts": scores, "limit": how.limit, "seed": how.seed}
+    return subject.document(found, replacements=subject.members, **asked)
+
+
+class ByScore:
+    """Chooses the units whose activations correlate with a score over tokens, more than by chance."""
+
+    def __init__(
+        self,
+        layers: Mapping[Place, Trained],
+        scores: Mapping[int, Float[np.ndarray, " seq"]],
+        thresholds: Sequence[float],
+        seed: int,
+    ) -> None:
+        self.num_masks = len(thresholds)
+        self.scores, self.thresholds, self.seed = scores, thresholds, seed
+        self.correlation = {place: Correlation(one.layer.num_units) for place, one in layers.items()}
+        self.found: dict[Place, Correlations] = {}
+
+    def see(self, place: Place, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
+        """Correlate a layer's activations with the scores of the tokens."""
+        score = np.zeros(batch.ids.shape)
+        score[batch.real] = np.concatenate([self.scores[number] for number in batch.numbers])
+        self.correlation[place].see(code, batch.row(at), torch.from_numpy(score.flat[at]), len(batch.numbers))
+
+    def chosen(self, place: Place) -> Chosen:
+        """Return the units that reach each threshold, beyond chance."""
+        found = self.found[place] = self.correlation[place].report(self.seed)
+        masks = [(found.over_tokens >= threshold) & found.beyond_chance for threshold in self.thresholds]
+        return Chosen(masks, self.correlation[place].active)
+
+
+def evaluate_purging(
+    model: FrozenModel,
+    sets: TrainedSets,
+    texts: Sequence[str],
+    scores: Sequence[Score],
+    how: PurgingConfig = PURGING,
+    context: int = 128,
+    bos: bool = True,
+    batch: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Mask the units whose coefficients correlate with a score, and measure what that does to the loss.
+
+    The correlation is Pearson's over tokens, as in Monet: each has the score of its text, or one of its own. Of many
+    units some correlate by chance, most of all on few texts, so a unit must do so more than by chance, too: see
+    ``Correlation``. Losses are given for the texts with scores up to the mean score, and for those above.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        texts: the texts.
+        scores: the score of each, toxicity for example: a number, or one for each token of the model's tokenizer.
+        how: what is asked; the seed draws the permutations, too.
+        context: tokens of a text that are read.
+        bos: begin each text with BOS where the tokenizer has one; it has the mean of the text's scores.
+        batch: texts in one forward.
+
+    Returns:
+        Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; ``choosing``, the number of
+        texts that chose units; for each of ``thresholds`` how many ``units`` are masked and their ``share``, and how
+        many were ``removed``, which reach it but not beyond chance; the ``changes`` of the two losses, with
+        ``changes_se``, and with as many units drawn at random ``control`` and ``control_se``; and the ``leading`` ten
+        units by ``correlation``, with that over texts, ``correlation_texts``, and whether it is ``beyond_chance``.
+
+    Raises:
+        MxdError: scores that are all the same, fewer than 30 texts to choose by, a list of scores that is not one for
+            each token, and as ``evaluate_masking``.
+    """
+    of_texts = [float(np.mean(score)) for score in scores]
+    mean = float(np.mean(of_texts)) if of_texts else 0.0
+    groups = [int(score > mean) for score in of_texts]
+    names = [f"scores up to {mean:g}", f"scores above {mean:g}"]
+    at_least("the number of different scores", len(set(of_texts)), 2)
+    text = halves(model.tokenizer, texts, groups, names, how.limit, context, bos, how.seed)
+    if len(text.choosing) < FEWEST_TEXTS:
+        raise MxdError(
+            f"{len(text.choosing)} texts choose the units; expected at least {FEWEST_TEXTS}, since on fewer many units "
+            f"correlate with any score by chance. Half of the texts choose: give {2 * FEWEST_TEXTS} or more, and a "
+            f"--limit of {FEWEST_TEXTS} or more."
+        )
+    head = len(head_ids(model.tokenizer, bos))
+    of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
+    chooser = ByScore(places(sets), of_tokens, how.thresholds, how.seed)
+    found = ablate(model, sets, text, chooser, f"purging {len(sets)} splices", how.seed, batch)
+    return {
+        name: {"mean_score": mean} | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, one)
+        for name, one in found.items()
+    }
+
+
+def _report(text: Texts, chooser: ByScore, correlations: Mapping[int, Correlations], found: Ablation) -> dict[str, Any]:
+    every = sum(len(one.over_tokens) for one in correlations.values())
+    reaching = [
+        sum(int((one.over_tokens >= threshold).sum()) for one in correlations.values())
+        for threshold in chooser.thresholds
+    ]
+    return {
+        "texts": text.measured,
+        **found.report(),
+        "choosing": len(text.choosing),
+        "thresholds": list(chooser.thresholds),
+        "units": found.sizes,
+        "removed": [count - size for count, size in zip(reaching, found.sizes, strict=True)],
+        "share": [size / every for size in found.sizes],
+        **table("changes", found.changes),
+        **table("control", found.control),
+        "leading": _leading(correlations),
+    }
+
+
+def _token_scores(number: int, score: Score, row: Sequence[int], head: int, context: int) -> Float[np.ndarray, " seq"]:
+    """Return the score of each token of a text; BOS has the mean."""
+    tokens = len(row) - head
+    if np.ndim(score) == 0:
+        return np.full(len(row), score, dtype=np.float64)
+    given = np.asarray(score, dtype=np.float64)
+    if len(given) < tokens or (len(given) > tokens and len(row) < context):
+        raise MxdError(
+            f"text {number + 1} has {len(given)} scores for {tokens} tokens; give it one number, or one for each token "
+            "of the model's tokenizer."
+        )
+    return np.concatenate([np.full(head, given.mean()), given[:tokens]])
+
+
+def _leading(found: Mapping[int, Correlations]) -> list[dict[str, Any]]:
+    """Return the ten units of some layers that correlate most over tokens, with all that was found of them."""
+    every = ((r, number, unit) for number, one in found.items() for unit, r in enumerate(one.over_tokens.tolist()))
+    return [
+        {
+            "layer": number,
+            "unit": unit,
+            "correlation": r,
+            "correlation_texts": float(found[number].over_texts[unit]),
+            "beyond_chance": bool(found[number].beyond_chance[unit]),
+        }
+        for r, number, unit in heapq.nlargest(10, every)
+    ]

@@ -1,0 +1,219 @@
+"""The one way through held-out text: contexts or padded texts, the codes of layers at them, and what a splice predicts.
+
+The base model runs once for all layers that are looked at, and the blocks below a splice once for all splices.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from mxd.artifacts.checkpoint import Trained
+from mxd.common.errors import MxdError
+from mxd.data.contexts import Blocks, mask_of
+from mxd.layers import Code, ReplacementLayer
+from mxd.model.frozen import FrozenModel
+from mxd.splice import Replacement, Splice, check_provenance
+
+K = TypeVar("K")
+
+Sets = Mapping[str, Mapping[int, Replacement]]
+"""Name -> what is spliced in together: block number -> replacement."""
+TrainedSets = Mapping[str, Mapping[int, Trained]]
+"""Name -> what is spliced in together: block number -> layer."""
+
+
+def streamed(
+    blocks: Blocks, tokens: int, forward_contexts: int | None = None
+) -> Iterator[Int[np.ndarray, "batch seq"]]:
+    """Yield batches of contexts until ``tokens`` positions are read or the text ends; nothing is kept.
+
+    Raises:
+        MxdError: the text holds no complete context, or ``tokens`` is below 1.
+    """
+    if tokens < 1:
+        raise MxdError(f"tokens is {tokens}; expected at least 1.")
+    stream = blocks(0)
+    first = next(stream, None)
+    if first is None:
+        raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
+    rows = islice(chain([first], stream), -(-tokens // len(first)))
+    while piece := list(islice(rows, forward_contexts or max(1, 1024 // len(first)))):
+        yield np.stack(piece)
+
+
+@dataclass(frozen=True)
+class PaddedTexts:
+    """Texts padded on the right, where a causal model does not look."""
+
+    ids: Int[np.ndarray, "batch seq"]
+    real: Bool[np.ndarray, "batch seq"]
+    """Where a token of the text stands."""
+    numbers: list[int]
+    """The texts' numbers."""
+
+    def row(self, at: Int[np.ndarray, " tokens"]) -> Int[Tensor, " tokens"]:
+        """Return which of the texts tokens stand in, given where they stand in the flattened batch."""
+        return torch.from_numpy(at // self.ids.shape[1])
+
+
+def padded(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> PaddedTexts:
+    """Return some of the texts ``rows``, token ids, as one batch."""
+    lengths = np.array([len(rows[number]) for number in numbers])
+    real = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(real.shape, dtype=np.int64)
+    ids[real] = np.concatenate([rows[number] for number in numbers])
+    return PaddedTexts(ids, real, list(numbers))
+
+
+def padded_batches(rows: Sequence[Sequence[int]], numbers: Sequence[int], size: int) -> Iterator[PaddedTexts]:
+    """Yield some of the texts ``rows``, texts of similar length together, ``size`` at a time."""
+    ordered = sorted(numbers, key=lambda number: len(rows[number]))
+    for start in range(0, len(ordered), size):
+        yield padded(rows, ordered[start : start + size])
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have modules on a device and in evaluation mode for the length of the block."""
+    modes = {module.to(device): module.training for module in modules}
+    for module in modes:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.train(training)
+
+
+@contextmanager
+def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[None]:
+    """Have layers on the model's device and in evaluation mode for the length of the block.
+
+    Raises:
+        MxdError: there are none, or they were trained for another model.
+    """
+    if not trained:
+        raise MxdError("nothing to evaluate: give at least one trained layer.")
+    for one in trained.values():
+        model.check_layer(one.provenance.layer)
+        check_provenance(model, one.provenance.layer, one.provenance)
+    with evaluation_mode((one.layer for one in trained.values()), model.device):
+        yield
+
+
+def codes(
+    model: FrozenModel,
+    trained: Mapping[K, Trained],
+    batch: Int[np.ndarray, "batch seq"],
+    places: Bool[np.ndarray, "batch seq"] | None = None,
+) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
+    """Yield each layer's name, its code at the tokens that count, and where these stand in the flattened batch.
+
+    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor
+    those where its stored constant answers, nor, where ``places`` are given, any others.
+    """
+    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.layer for one in trained.values()])
+    for name, one in trained.items():
+        x, y = sites[one.provenance.layer]
+        read = one.layer.read(x, y)
+        counted = mask_of(batch, one.provenance.masked_ids) & (True if places is None else places)
+        counted &= ~one.layer.at_bos(read).cpu().numpy()
+        code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
+        yield name, code, np.flatnonzero(counted)
+
+
+def next_token_logits(
+    splice: Splice, ids: Int[Tensor, "batch seq"], below: Mapping[int, Any]
+) -> Float[Tensor, "batch targets vocab"]:
+    """Return the logits of all positions but the last of a spliced model, running only what a splice can change.
+
+    Args:
+        splice: what stands in the MLPs' places.
+        ids: the batch.
+        below: what the block below the lowest spliced one returned for this batch (``FrozenModel.block_outputs``).
+    """
+    lowest = min(splice.layers)
+    with splice.entered(), splice.model.resumed(lowest, below.get(lowest)):
+        return splice.model.logits(ids)[:, :-1]
+
+
+def cross_entropy(
+    logp: Float[Tensor, "batch targets vocab"], targets: Int[Tensor, "batch targets"]
+) -> Float[Tensor, "batch targets"]:
+    """Return the negative log-probability of each target."""
+    return -logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass
+class Mean:
+    """A mean over tokens with a standard error that treats contexts, not tokens, as independent."""
+
+    totals: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
+        """Count one value per position."""
+        self.totals += (values.double() * counted).sum(-1).tolist()
+        self.counts += counted.sum(-1).tolist()
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return sum(self.totals) / max(sum(self.counts), 1)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the ratio estimator over contexts (linearised); infinite for a single context."""
+        n = len(self.counts)
+        if n < 2:
+            return math.inf
+        residuals = np.array(self.totals) - self.value * np.array(self.counts)
+        return float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / max(sum(self.counts), 1))
+
+
+class CodeMoments:
+    """The mean code over tokens, how often each unit is active, and how strongly at most."""
+
+    def __init__(self, layer: ReplacementLayer) -> None:
+        self.layer = layer
+        self.sums = torch.zeros(layer.num_units, dtype=torch.float64)
+        self.counts = torch.zeros(layer.num_units, dtype=torch.int64)
+        self.maxima = torch.zeros(layer.num_units)
+        self.tokens = 0
+
+    def count(self, code: Code) -> None:
+        """Count the code of a batch of tokens."""
+        values, indices = code.values.cpu().reshape(-1), code.indices.cpu().reshape(-1)
+        self.tokens += len(code.values)
+        self.sums.index_add_(0, indices, values.double())
+        self.counts.index_add_(0, indices, (values > 0).long())
+        self.maxima.scatter_reduce_(0, indices, values.float(), "amax")
+
+    def mean_code(self, like: Tensor) -> Code:
+        """Return the mean coefficients of all units as a code for every row of ``like``."""
+        mean = (self.sums / max(self.tokens, 1)).to(like)
+        indices = torch.arange(len(mean), device=like.device)
+        return Code(mean.expand(len(like), -1), indices.expand(len(like), -1), all_units=True)
+
+    @property
+    def rates(self) -> Float[Tensor, " units"]:
+        """The share of tokens at which each unit is active."""
+        return self.counts.double() / max(self.tokens, 1)
+
+    @property
+    def leading_unit(self) -> int:
+        """The unit that is active most often."""
+        return int(self.counts.argmax())
+
+    @property
+    def dead_share(self) -> float:
+        """Share of units that were never active."""
+        return float((self.counts == 0).float().mean())
