@@ -107,7 +107,8 @@ class ProbingConfig(Section):
 
     sets: Annotated[tuple[str, ...], Field(min_length=1), Parameter(name="--set")] = ("factbook", "languages", "gender")
     """Labelled sets: bundled names (factbook, languages, gender); .csv, .json, .jsonl (each also .gz) or .parquet
-    files, folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches more."""
+    files, folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches
+    more."""
     level: Literal["sample", "span", "token"] | None = None
     """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span`` (columns start and
     end: characters), or its last ``token``; by default the span where a set marks one, else the sample."""

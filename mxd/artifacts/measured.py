@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from mxd.common.errors import MxdError
 from mxd.metrics import METRICS
 
-_FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["evaluation"] if "." not in m.key}
+_FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["faithfulness"] if "." not in m.key}
 _Numbers: Any = create_model("_Numbers", **_FIELDS)
 
 

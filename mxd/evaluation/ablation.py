@@ -80,7 +80,7 @@ class Chooser(Protocol):
 class Ablation:
     """What masks do to the losses of a set of replacements, by group of texts."""
 
-    masks: list[Mask]
+    masks: Sequence[Mask]
     base: list[Mean]
     """The base model's losses."""
     spliced: list[Mean]

@@ -109,7 +109,7 @@ def test_evaluation_results_come_back_from_the_metadata():
 def test_every_number_of_an_evaluation_is_on_the_card():
     (one,) = with_numbers(member("a"))
     result = next(iter(one.evaluation.results.values())).model_dump()
-    values = {m: (n + 1) / 64 for n, m in enumerate(METRICS["evaluation"])}
+    values = {m: (n + 1) / 64 for n, m in enumerate(METRICS["faithfulness"])}
     result |= {m.key: value for m, value in values.items() if "." not in m.key}
     result |= {"around_special": {"ce_increase": values[AROUND_SPECIAL]}}
     found = Evaluation(model="org/base", data=MEASURED, results={"run/a": result})
