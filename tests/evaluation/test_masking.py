@@ -526,7 +526,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     labelled.write_text("".join(json.dumps({"text": t, "label": f"[b]{label}"}) + "\n" for t, label in rows))
     code, out, err = mxd(capsys, "mask", tmp_path, "--domains", labelled, "--ratio", "1.2", "--device", "cpu")
     assert code == 0, err
-    assert "[b]animals" in out and "at random" in out
+    assert "[b]animals" in out and "own, random" in out
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
     assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
