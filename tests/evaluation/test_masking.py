@@ -535,7 +535,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
     assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
-    assert "correlation from" in out and "by chance" in out and result["units"][0] > 0
+    assert "correlation" in out and "low, random" in out and "by chance" in out and result["units"][0] > 0
     first = result["leading"][0]
     said = f"block {first['layer']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"
     assert said in write_report(tmp_path)[1].read_text()
