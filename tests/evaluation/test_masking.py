@@ -469,7 +469,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     labelled.write_text("".join(json.dumps({"text": t, "label": f"[b]{label}"}) + "\n" for t, label in rows))
     code, out, err = mxd(capsys, "mask", tmp_path, "--domains", labelled, "--ratio", "1.2", "--device", "cpu")
     assert code == 0, err
-    assert "[b]animals" in out and "at random" in out
+    assert "[b]animals" in out and "own, random" in out
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
     assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
@@ -478,7 +478,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
     assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
-    assert "correlation from" in out and "by chance" in out and result["units"][0] > 0
+    assert "correlation" in out and "low, random" in out and "by chance" in out and result["units"][0] > 0
     first = result["leading"][0]
     said = f"block {first['layer']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"
     assert said in write_report(tmp_path)[1].read_text()
