@@ -215,8 +215,8 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
     for fields, message in [
         ({"layers": [99]}, "out of range.*0 ... 5"),
-        ({"data": {"column": "nope"}}, "no text column 'nope'"),
-        ({"data": {"source": str(tmp_path / "no.txt")}}, "no text file"),
+        ({"data": {"column": "nope"}}, "no column 'nope'"),
+        ({"data": {"source": str(tmp_path / "no.txt")}}, "no text at"),
         ({"sizing": {"expansion": 1}}, "raise sizing.expansion"),
         ({"replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": 100_000}}]}, "k = 100000 is more"),
     ]:
