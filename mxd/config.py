@@ -23,15 +23,15 @@ from pydantic import (
 from mxd.common.errors import MxdError
 from mxd.common.files import read_text
 from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml
-from mxd.layers import LAYERS, AnyReplacement, Start
+from mxd.layers import LAYERS, AnyReplacement, Initialisation
 from mxd.layers.sizing import Match
-from mxd.questions import EvaluationConfig, Section
+from mxd.questions import EvaluationConfig, Settings
 
 MOST_REPLACEMENTS = 10_000
 """Replacements in a run: what a list too many asks for is refused before it fills the memory."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Settings):
     """The base model."""
 
     source: str = "tiny-gpt2"
@@ -49,7 +49,7 @@ class ModelConfig(Section):
     """Read weights from ``pytorch_model.bin`` where there is no safetensors file."""
 
 
-class DataConfig(Section):
+class DataConfig(Settings):
     """The text."""
 
     source: str = "bundled"
@@ -71,7 +71,7 @@ class DataConfig(Section):
     bos_constant: bool = True
     """Where contexts begin with BOS: leave that position out of training, and store the MLP's output there, the same in
     every context, in the layer (docs/results.md). Otherwise BOS is trained on like any token."""
-    mask_special: bool = False
+    exclude_special: bool = False
     """Leave special tokens (BOS, EOS, PAD) out of training wherever they stand. A splice replaces the MLP there all the
     same, by what the layer makes of tokens it has never seen."""
     cache: str | None = None
@@ -92,7 +92,7 @@ class DataConfig(Section):
         return max(1, 4096 // self.context)
 
 
-class SizingConfig(Section):
+class SizingConfig(Settings):
     """How many units each replacement gets, unless it states ``num_units``."""
 
     expansion: PositiveInt = 32
@@ -101,7 +101,7 @@ class SizingConfig(Section):
     """``exact`` counts true parameters; ``paper`` follows the MxD paper's table 2."""
 
 
-class Recipe(Section):
+class Recipe(Settings):
     """Optimiser settings that belong together."""
 
     lr: PositiveFloat
@@ -114,24 +114,24 @@ class Recipe(Section):
     """Whether the rate falls linearly to zero between warm-up and the last step."""
     batch_tokens: PositiveInt = 4096
     """Token activations in a step."""
-    start: Start = "paper"
-    """How layers begin: see ``ReplacementLayer.start``."""
+    initialisation: Initialisation = "paper"
+    """How layers begin: see ``ReplacementLayer.initialise``."""
 
 
 RECIPES = {
     "paper": Recipe(lr=1e-4, warmup_steps=5000),
     "short": Recipe(lr=1e-3, warmup_share=0.1),
-    "fast": Recipe(lr=2.2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, start="centred"),
+    "fast": Recipe(lr=2.2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, initialisation="centred"),
 }
 """``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: the same for runs of some hundred to some thousand
 steps. ``fast``: about the error of ``short`` from a third of its tokens, with more dead units (docs/recipes.md)."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(Settings):
     """How replacements are trained."""
 
     recipe: Literal["paper", "short", "fast"] = "paper"
-    """Named settings; ``lr``, ``warmup_steps``, ``decay``, ``batch_tokens`` and ``start`` override them."""
+    """Named settings; ``lr``, ``warmup_steps``, ``decay``, ``batch_tokens`` and ``initialisation`` override them."""
     tokens: PositiveInt = 480_000_000
     """Token activations to train on."""
     batch_tokens: PositiveInt = 4096
@@ -142,7 +142,7 @@ class TrainingConfig(Section):
     """Learning rate; the recipe's by default."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
-    proposals: Literal["auto", "float32", "bfloat16"] = "auto"
+    candidates: Literal["auto", "float32", "bfloat16"] = "auto"
     """What all pre-activations are formed in. ``bfloat16``: the 2 K + 16 largest are formed anew in float32, K of them
     chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: that where the device has
     instructions for it. Training only."""
@@ -154,7 +154,7 @@ class TrainingConfig(Section):
     a CPU it does in any case (docs/determinism.md)."""
     decay: bool | None = None
     """Whether the learning rate falls linearly to zero after warm-up; the recipe's by default."""
-    start: Start | None = None
+    initialisation: Initialisation | None = None
     """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``centred``: gates centred on the
     mean input, and an MxD's C twice as large."""
     accumulation: PositiveInt | Literal["auto"] = "auto"
@@ -196,7 +196,7 @@ class TrainingConfig(Section):
             warmup_steps=warmup,
             decay=recipe.decay if self.decay is None else self.decay,
             batch_tokens=self.batch_tokens,
-            start=self.start or recipe.start,
+            initialisation=self.initialisation or recipe.initialisation,
         )
 
     @model_validator(mode="before")
@@ -218,7 +218,7 @@ class TrainingConfig(Section):
         return self
 
 
-class RunConfig(Section):
+class RunConfig(Settings):
     """One run: replacements x layers, trained from one stream of activations."""
 
     run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -227,8 +227,8 @@ class RunConfig(Section):
     """Folder that holds runs."""
     seed: NonNegativeInt = 0
     """Seed of initialisation, text order and shuffling."""
-    layers: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
-    """Blocks whose MLPs are replaced, counted from 0."""
+    blocks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
+    """Contexts whose MLPs are replaced, counted from 0."""
     replacements: tuple[AnyReplacement, ...] = Field(min_length=1)
     """What to train at each layer; a list where a value stands makes the product."""
     model: ModelConfig = ModelConfig()
@@ -265,7 +265,7 @@ class RunConfig(Section):
             raise ValueError("jumprelu is for imported layers, nothing learns its thresholds; choose another sparsity")
         return value
 
-    @field_validator("layers", mode="after")
+    @field_validator("blocks", mode="after")
     @classmethod
     def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) != len(value):
@@ -357,7 +357,7 @@ def fields_help() -> str:
 
     def walk(section: type[BaseModel], prefix: str) -> None:
         for name, field in section.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
                 walk(field.annotation, f"{prefix}{name}.")
             else:
                 default = "required" if field.is_required() else f"default {field.get_default()!r}"

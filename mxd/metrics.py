@@ -311,7 +311,7 @@ MASKING = (OWN, OTHERS, OWN_RANDOM, OTHERS_RANDOM)
 # purging.json, for each threshold
 
 THRESHOLD = Metric(
-    "thresholds", "correlation", "{:g}", "units whose coefficient correlates with the score at least so much are masked"
+    "thresholds", "correlation", "{:g}", "units whose activation correlates with the score at least so much are masked"
 )
 PURGED = Metric("units", "units", "{:,.0f}", "how many those are", unit="units")
 PURGED_SHARE = Metric("share", "share", "{:.1%}", "of all units", unit="share")

@@ -21,7 +21,7 @@ from pydantic import (
 
 from mxd.common.errors import MxdError, redact
 
-S = TypeVar("S", bound="Section")
+S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
 
 NoOption = Annotated[T, Parameter(parse=False)]
@@ -36,7 +36,7 @@ PROMPTS = (
 """Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
 
 
-class Section(BaseModel):
+class Settings(BaseModel):
     """Base of all sections: frozen, unknown fields and secrets refused, docstrings used as help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -52,7 +52,7 @@ class Section(BaseModel):
         return value
 
 
-class FaithfulnessConfig(Section):
+class FaithfulnessConfig(Settings):
     """Is the splice faithful?"""
 
     tokens: PositiveInt = 65_536
@@ -61,7 +61,7 @@ class FaithfulnessConfig(Section):
     """Draws the order of the text, and so the part that is read."""
 
 
-class GenerationConfig(Section):
+class GenerationConfig(Settings):
     """Does it write what the base model writes?"""
 
     limit: PositiveInt = 512
@@ -74,7 +74,7 @@ class GenerationConfig(Section):
     """Draws the texts."""
 
 
-class UnitsConfig(Section):
+class UnitsConfig(Settings):
     """How often do units fire, and on what?"""
 
     tokens: PositiveInt = 1_000_000
@@ -82,14 +82,14 @@ class UnitsConfig(Section):
     top: NonNegativeInt = 10
     """Units of each layer to show where none are named: those that add most to the output."""
     contexts: PositiveInt = 5
-    """Contexts to show from each of six bands of strength."""
+    """Contexts to show from each of six intervals of activation."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Units active at more than this share of the tokens count as shared."""
     seed: NonNegativeInt = 0
     """Draws the contexts."""
 
 
-class StructureConfig(Section):
+class StructureConfig(Settings):
     """What rank do units have, and which of them lead?"""
 
     tokens: PositiveInt = 65_536
@@ -102,7 +102,7 @@ class StructureConfig(Section):
     """Draws the order of the text, and so the part that is read."""
 
 
-class ProbingConfig(Section):
+class ProbingConfig(Settings):
     """What do single units know?"""
 
     sets: Annotated[tuple[str, ...], Field(min_length=1), Parameter(name="--set")] = ("factbook", "languages", "gender")
@@ -131,7 +131,7 @@ class ProbingConfig(Section):
     """Split of a Hub dataset."""
 
 
-class MaskingConfig(Section):
+class MaskingConfig(Settings):
     """Can a topic be switched off?"""
 
     domains: NoOption[str] = "factbook"
@@ -148,7 +148,7 @@ class MaskingConfig(Section):
     """Draws the texts and the units of the control."""
 
 
-class PurgingConfig(Section):
+class PurgingConfig(Settings):
     """Can what goes with a score be switched off? Not among `mxd compare`'s questions: no scored texts are bundled."""
 
     text_column: NoOption[str] = "text"
@@ -163,7 +163,7 @@ class PurgingConfig(Section):
     """Draws the texts and the units of the control."""
 
 
-class SteeringConfig(Section):
+class SteeringConfig(Settings):
     """What does a unit make the model say?"""
 
     first: NoOption[PositiveInt] = 100
@@ -190,7 +190,7 @@ class SteeringConfig(Section):
     """Times each unit's texts are judged."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Settings):
     """What `mxd compare` measures once everything is trained."""
 
     questions: tuple[Question, ...] = ("faithfulness", "generation", "units", "structure")

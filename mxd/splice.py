@@ -82,9 +82,9 @@ def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> 
     Raises:
         MxdError: another block, or other base weights.
     """
-    if provenance.layer != layer:
+    if provenance.block != layer:
         raise MxdError(
-            f"this replacement was trained for layer {provenance.layer}, not {layer}; splice it there, or pass "
+            f"this replacement was trained for layer {provenance.block}, not {layer}; splice it there, or pass "
             "check=False to insist."
         )
     if provenance.site != "mlp":
@@ -226,7 +226,7 @@ def _check_free(model: FrozenModel, number: int) -> None:
 
 def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
     """Check one replacement before anything is changed."""
-    model.check_layer(number)
+    model.check_block(number)
     _check_free(model, number)
     if isinstance(replacement, str | Path):
         replacement = load_layer(replacement)

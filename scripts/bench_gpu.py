@@ -1,6 +1,6 @@
 """Measure training on an NVIDIA GPU: tokens/s end to end, where the time goes, the floor, the kernels, the memory.
 
-    python scripts/bench_gpu.py [--base-dtype bfloat16|float32] [--tf32] [--proposals float32|bfloat16] [--triton]
+    python scripts/bench_gpu.py [--base-dtype bfloat16|float32] [--tf32] [--candidates float32|bfloat16] [--triton]
                                 [--json FILE] [--check]
 
 The base model is GPT-2 small (124M) with random weights and random tokens, so nothing is downloaded; the replacement is
@@ -36,7 +36,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, load_frozen
 from mxd.ops import use_triton
 from mxd.ops.losses import normalize, squared_error
-from mxd.training.step import Job, new_job, train_step
+from mxd.training.step import Trainee, new_trainee, train_step
 
 TARGET = 800_000
 """Tokens per second, end to end, that GPT-2's block 8 with MxD, K = 32, must reach."""
@@ -70,7 +70,7 @@ SMALL = Sizes(
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
-    layer=1,
+    block=1,
     context=32,
     batch=256,
     window=1024,
@@ -136,10 +136,10 @@ def random_gpt2(sizes: Sizes, dtype: str, device: torch.device) -> FrozenModel:
 
 def paper_config(shape: MLPShape, k: int) -> ReplacementConfig:
     """An MxD sized by the paper's convention."""
-    return size(LAYERS["mxd"](sparsity={"kind": "topk", "k": k}).inherit(shape), match="paper")
+    return size(LAYERS["mxd"](sparsity={"kind": "topk", "k": k}).resolve(shape), match="paper")
 
 
-def end_to_end(device: Device, base: FrozenModel, job: Job, sizes: Sizes, windows: int) -> list[float]:
+def end_to_end(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes, windows: int) -> list[float]:
     """Return tokens/s of each window: its base forwards, its shuffle and its steps."""
     vocabulary = base.config.vocab_size
     pool = np.random.default_rng(0).integers(vocabulary, size=(8192, sizes.context), dtype=np.int32)
@@ -155,7 +155,7 @@ def end_to_end(device: Device, base: FrozenModel, job: Job, sizes: Sizes, window
         begin = time.perf_counter()
         for batch in islice(stream, sizes.window // sizes.batch):
             seen += sizes.batch
-            train_step(job, *batch.sites[sizes.layer], LR, seen)
+            train_step(trainee, *batch.sites[sizes.layer], LR, seen)
         device.wait()
         if window:  # the first is to warm up
             rates.append(sizes.window / (time.perf_counter() - begin))
@@ -163,7 +163,7 @@ def end_to_end(device: Device, base: FrozenModel, job: Job, sizes: Sizes, window
     return rates
 
 
-def time_parts(device: Device, base: FrozenModel, job: Job, sizes: Sizes, repeats: int) -> dict[str, float]:
+def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes, repeats: int) -> dict[str, float]:
     """Return the seconds of each part of a step, the base model's for as many tokens, each on its own."""
     contexts = max(1, 4096 // sizes.context)
     ids = torch.randint(base.config.vocab_size, (contexts, sizes.context), device=device.device)
@@ -190,25 +190,25 @@ def time_parts(device: Device, base: FrozenModel, job: Job, sizes: Sizes, repeat
     for repeat in range(repeats + 1):
         if repeat == 1:
             times.clear()
-        job.optimizer.zero_grad(set_to_none=True)
+        trainee.optimizer.zero_grad(set_to_none=True)
         with device.part(times, "gate and top-k"):
-            code = job.layer.encode(x)
+            code = trainee.layer.encode(x)
         with device.part(times, "encoder and decode"):
-            prediction = job.layer.decode(x, code)
+            prediction = trainee.layer.decode(x, code)
         with device.part(times, "loss and counts"):
             error = squared_error(prediction, y)
             loss = normalize(error, y)
-            job.stats.see(y, error, loss, code, 0)
+            trainee.stats.see(y, error, loss, code, 0)
         with device.part(times, "backward"):
             loss.backward()
         with device.part(times, "Adam"):
-            job.optimizer.step()
+            trainee.optimizer.step()
     parts |= {name: statistics.median(found) for name, found in times.items()}
-    parts["whole step"] = device.seconds(lambda: train_step(job, x, y, LR, 0))
+    parts["whole step"] = device.seconds(lambda: train_step(trainee, x, y, LR, 0))
     return parts
 
 
-def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, proposals: str) -> dict[str, tuple[str, float]]:
+def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, candidates: str) -> dict[str, tuple[str, float]]:
     """Return what no step avoids, by part: the ceiling it runs against, and its FLOPs, or bytes for ``copy``.
 
     Base forward: the linear maps and attention products up to the block, its MLP included. Backward: of the dense
@@ -223,7 +223,7 @@ def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, proposals: 
     decoder = 2 * t * h * d
     return {
         "base forward": (dtype, t * block * (sizes.layer + 1)),
-        "gate and top-k": (proposals, 2 * t * n * d),
+        "gate and top-k": (candidates, 2 * t * n * d),
         "encoder and decode": ("float32", encoder + decoder),
         "backward": ("float32", encoder + 2 * decoder),
         "Adam": ("copy", 7 * 4 * config.num_params),
@@ -321,7 +321,7 @@ def print_kernels(rows: list[dict[str, Any]], rates: dict[str, float]) -> None:
         print(line if "triton" in row else line + " | | | |")
 
 
-def large_step(device: Device, shape: MLPShape, sizes: Sizes, proposals: str) -> dict[str, Any]:
+def large_step(device: Device, shape: MLPShape, sizes: Sizes, candidates: str) -> dict[str, Any]:
     """Time a step of a large layer and take its peak memory, its inputs and targets included."""
     cuda = device.device.type == "cuda"
     if cuda:
@@ -329,9 +329,9 @@ def large_step(device: Device, shape: MLPShape, sizes: Sizes, proposals: str) ->
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
     config = paper_config(shape, sizes.k)
-    job = new_job("large", 0, config, 0, device.device, proposals)
+    trainee = new_trainee("large", 0, config, 0, device.device, candidates)
     x, y = (torch.randn(sizes.batch, width, device=device.device) for width in (shape.d_in, shape.d_out))
-    seconds = device.seconds(lambda: train_step(job, x, y, LR, 0), calls=3)
+    seconds = device.seconds(lambda: train_step(trainee, x, y, LR, 0), calls=3)
     peak = torch.cuda.max_memory_allocated() - before if cuda else None
     state = 16 * config.num_params
     return {"units": config.num_units, "params": config.num_params, "seconds": seconds, "peak": peak, "state": state}
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--base-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tf32", action="store_true", help="round the inputs of float32 products to TF32")
     parser.add_argument(
-        "--proposals", choices=["float32", "bfloat16"], default="bfloat16", help="see the training config"
+        "--candidates", choices=["float32", "bfloat16"], default="bfloat16", help="see the training config"
     )
     parser.add_argument("--triton", action="store_true", help="train through the Triton kernels")
     parser.add_argument("--windows", type=int, default=8, help="windows of the end-to-end measurement")
@@ -381,25 +381,25 @@ def main() -> None:
     name += ", toy sizes: the numbers mean nothing" if args.small else ""
     products = "TF32" if args.tf32 else "IEEE float32"
     settings = {"base_dtype": args.base_dtype, "layer_dtype": "float32", "products": products}
-    settings |= {"proposals": args.proposals, "triton": args.triton, "device": name}
+    settings |= {"candidates": args.candidates, "triton": args.triton, "device": name}
     print(f"{name}; torch {torch.__version__}")
     print(
-        f"base model {args.base_dtype}; layer float32, its products {products}; proposals {args.proposals}; "
+        f"base model {args.base_dtype}; layer float32, its products {products}; candidates {args.candidates}; "
         f"sparse operations in {'Triton' if args.triton else 'PyTorch'}"
     )
 
     rates = ceilings(device, sizes.ceiling, args.base_dtype)
     base = random_gpt2(sizes, args.base_dtype, device.device)
     config = paper_config(base.mlp_shape(sizes.layer), sizes.k)
-    job = new_job("MxD", sizes.layer, config, 0, device.device, args.proposals)
-    found = end_to_end(device, base, job, sizes, args.windows)
-    loss = job.stats.report(0, 1)["normalized_mse"]
+    trainee = new_trainee("MxD", sizes.layer, config, 0, device.device, args.candidates)
+    found = end_to_end(device, base, trainee, sizes, args.windows)
+    loss = trainee.stats.report(0, 1)["normalized_mse"]
     rate = statistics.median(found)
     print(f"\nMxD, K = {sizes.k}, N = {config.num_units:,}, block {sizes.layer}, batches of {sizes.batch:,} tokens:")
     print(f"{rate:,.0f} tokens/s end to end ({min(found):,.0f} to {max(found):,.0f}); mean loss {loss:.4f}")
 
-    parts = time_parts(device, base, job, sizes, args.repeats)
-    needed = work(base, config, sizes, args.proposals)
+    parts = time_parts(device, base, trainee, sizes, args.repeats)
+    needed = work(base, config, sizes, args.candidates)
     floor = print_parts(parts, needed, rates)
     print(f"\nfloor {1e3 * floor:.3f} ms a step, {sizes.batch / floor:,.0f} tokens/s")
     print(f"end to end {rate * floor / sizes.batch:.1%} of the floor's rate,", end=" ")
@@ -407,10 +407,10 @@ def main() -> None:
     print(f"{flops * rate / sizes.batch / 1e12:,.1f} TFLOP/s of the products above")
 
     d, units = config.d_in or 0, config.num_units or 0
-    del job, base
+    del trainee, base
     compared = compare_kernels(device, sizes.batch, sizes.k, units, d) if args.device == "cuda" else []
     print_kernels(compared, rates) if compared else print("\nkernels: compared on CUDA only")
-    large = large_step(device, sizes.llama, sizes, args.proposals)
+    large = large_step(device, sizes.llama, sizes, args.candidates)
     peak = "not measured" if large["peak"] is None else f"{large['peak'] / 2**30:.2f} GiB"
     llama, state = sizes.llama, f"{large['state'] / 2**30:.2f} GiB"
     print(

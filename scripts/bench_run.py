@@ -27,7 +27,7 @@ import torch
 from mxd.artifacts.provenance import versions
 from mxd.config import RunConfig, parse_config
 from mxd.data.activations import Batch
-from mxd.data.contexts import token_blocks
+from mxd.data.contexts import token_contexts
 from mxd.data.text import documents
 from mxd.evaluation.faithfulness import evaluate
 from mxd.model.frozen import FrozenModel
@@ -35,7 +35,7 @@ from mxd.model.loading import load_frozen
 from mxd.ops import sparse
 from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream, cache_activations
-from mxd.training.step import new_job, train_step
+from mxd.training.step import new_trainee, train_step
 from mxd.training.trainer import train
 
 SMOLLM2 = "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -62,7 +62,7 @@ def configure(args: argparse.Namespace, folder: str, run: str, **data: Any) -> R
         {
             "run": run,
             "out": folder,
-            "layers": [args.layer],
+            "blocks": [args.layer],
             "model": {"source": args.model},
             "data": data,
             "sizing": {"expansion": args.expansion},
@@ -80,14 +80,14 @@ def configure(args: argparse.Namespace, folder: str, run: str, **data: Any) -> R
 def forward_seconds(config: RunConfig, base: FrozenModel) -> float:
     """The base model's forward over the run's contexts, up to the block, and nothing else."""
     data = config.data
-    blocks = token_blocks(documents(data.source, data.split), base.tokenizer, data.context, data.bos, config.seed)
+    blocks = token_contexts(documents(data.source, data.split), base.tokenizer, data.context, data.bos, config.seed)
     rows = blocks(0)
     each = 4096 // data.context
     counted = data.context - bool(base.tokenizer.bos_token_id is not None and data.bos)  # BOS is masked
     forwards = -(-config.training.steps * config.training.batch_tokens // (each * counted))
     ids = [torch.stack([torch.from_numpy(next(rows).astype("int64")) for _ in range(each)]) for _ in range(forwards)]
-    base.record(ids[0], config.layers)
-    return seconds(lambda: [base.record(part, config.layers) for part in ids])
+    base.record(ids[0], config.blocks)
+    return seconds(lambda: [base.record(part, config.blocks) for part in ids])
 
 
 def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str, float]:
@@ -95,9 +95,11 @@ def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str
     batch = next(activation_stream(config, base))
     found = {}
     for name, (number, layer) in plan_layers(config, base).items():
-        job = new_job(name, number, layer, config.seed, base.device, config.training.proposals)
+        trainee = new_trainee(name, number, layer, config.seed, base.device, config.training.candidates)
         x, y = batch.sites[number]
-        times = [seconds(lambda job=job, x=x, y=y: train_step(job, x, y, 1e-4, 4096)) for _ in range(repeats + 1)]
+        times = [
+            seconds(lambda trainee=trainee, x=x, y=y: train_step(trainee, x, y, 1e-4, 4096)) for _ in range(repeats + 1)
+        ]
         found[name] = statistics.median(times[1:])
     return found
 
@@ -125,9 +127,13 @@ def waiting() -> Iterator[list[float]]:
 
 
 @contextmanager
-def proposals() -> Iterator[dict[str, int]]:
+def candidates() -> Iterator[dict[str, int]]:
     """Count the rows whose units are proposed in bfloat16, and those searched anew in float32."""
-    proposed, largest, counts = sparse._proposed, sparse._largest, {"rows proposed for": 0, "rows searched anew": 0}
+    proposed, largest, counts = (
+        sparse._from_candidates,
+        sparse._largest,
+        {"rows proposed for": 0, "rows searched anew": 0},
+    )
     searched: list[tuple[bool, int]] = []
 
     def noting(x: Any, *rest: Any) -> Any:
@@ -142,7 +148,7 @@ def proposals() -> Iterator[dict[str, int]]:
             counts["rows searched anew"] += sum(rows for _, rows in searched[1:])
         return found
 
-    with mock.patch.object(sparse, "_proposed", counting), mock.patch.object(sparse, "_largest", noting):
+    with mock.patch.object(sparse, "_from_candidates", counting), mock.patch.object(sparse, "_largest", noting):
         yield counts
 
 
@@ -153,7 +159,7 @@ def runs(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, 
     steps = step_seconds(live, base, args.repeats)
     found: dict[str, Any] = {"steps": steps, "forward": forward_seconds(live, base)}
     found["all steps"] = args.batches * sum(steps.values())
-    with waiting() as waits, proposals() as rows:
+    with waiting() as waits, candidates() as rows:
         found["live run"] = seconds(lambda: train(live, model=base))
         found["live run, waiting"] = sum(waits)
     found |= rows
@@ -169,7 +175,7 @@ def evaluations(args: argparse.Namespace, base: FrozenModel, folder: str) -> dic
     config = configure(args, folder, "evaluation")
     layers = {name: layer.build() for name, (_, layer) in plan_layers(config, base).items()}
     text = documents("bundled", "validation")
-    blocks = token_blocks(text, base.tokenizer, config.data.context, seed=0, repeat=False)
+    blocks = token_contexts(text, base.tokenizer, config.data.context, seed=0, repeat=False)
     names = list(layers)[::2][:8]
     return {
         f"evaluating {n}": seconds(

@@ -4,7 +4,7 @@
 
 For every layer and shape one process runs all contestants in turn within every repeat, on the same data; medians over
 repeats. `mxd train` also tells glibc to keep freed memory; since that would speed every contestant up, "as mxd train"
-is measured after them, in turn with the same step with all products in float32 ("float32 proposals"). The floor is the
+is measured after them, in turn with the same step with all products in float32 ("float32 candidates"). The floor is the
 time of the dense products that such a step takes, each measured into a buffer that is there already. Peak memory is
 that of a process of its own that builds one contestant and takes two steps, less what it held before. With
 `pip install eai-sparsify` EleutherAI's sparsify is measured beside.
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from mxd.artifacts.provenance import versions
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
-from mxd.ops import Proposals
-from mxd.training.step import new_job, train_step
+from mxd.ops import CandidateDtype
+from mxd.training.step import new_trainee, train_step
 from mxd.training.trainer import keep_freed_memory
 
 os.environ.setdefault("SPARSIFY_DISABLE_TRITON", "1")  # its kernels need a GPU
@@ -48,10 +48,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 Step = Callable[[], object]
 
 
-def ours(config: ReplacementConfig, proposals: Literal["auto"] | Proposals, x: Tensor, y: Tensor) -> Step:
+def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype, x: Tensor, y: Tensor) -> Step:
     """A step as `mxd train` takes it, but for freed memory."""
-    job = new_job(config.label, 0, config, 0, torch.device("cpu"), proposals)
-    return lambda: train_step(job, x, y, 1e-4, TOKENS)
+    trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), candidates)
+    return lambda: train_step(trainee, x, y, 1e-4, TOKENS)
 
 
 def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step:
@@ -110,7 +110,7 @@ CONTESTANTS: dict[str, Callable[[ReplacementConfig, Tensor, Tensor], Step | None
 }
 TITLES = {
     "train": "ours, as mxd train",
-    "float32": "ours, as mxd train, float32 proposals",
+    "float32": "ours, as mxd train, float32 candidates",
     "ours": "ours, freed memory not kept",
     "dense": "dense autograd",
     "sparsify": "sparsify",
@@ -176,7 +176,7 @@ def case(name: str, label: str, k: int) -> tuple[ReplacementConfig, Tensor, Tens
     """The layer's config and the data."""
     method, fields = METHODS[label]
     shape = SHAPES[name]
-    config = size(LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).inherit(shape), match="paper")
+    config = size(LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).resolve(shape), match="paper")
     torch.manual_seed(0)
     return config, torch.randn(TOKENS, shape.d_in), torch.randn(TOKENS, shape.d_out)
 
@@ -214,7 +214,7 @@ def missed(row: dict[str, Any]) -> list[str]:
     mine, floor = seconds["train"], seconds["floor of as mxd train"]
     wanted = {"floor": (mine / floor, 1.0 if row["layer"] == "MxD" else 1.3)}
     if row["layer"] == "MxD":
-        wanted["floor, with float32 proposals,"] = (seconds["float32"] / floor, 1.25)
+        wanted["floor, with float32 candidates,"] = (seconds["float32"] / floor, 1.25)
         wanted["dense autograd"] = (mine / seconds["dense"], 1 / 4)
     elif "sparsify" in seconds:
         wanted["sparsify"] = (mine / seconds["sparsify"], 1 / 1.6)
@@ -243,7 +243,7 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--layers", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--blocks", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)

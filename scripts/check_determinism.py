@@ -25,7 +25,7 @@ TIMED = {"seconds", "tokens_per_second", "out", "run_id"}
 RUN: dict[str, Any] = {
     "run": "twice",
     "seed": 3,
-    "layers": [1],
+    "blocks": [1],
     "replacements": [
         {"method": "mxd", "num_units": 64, "sparsity": {"kind": "random_k", "k": 8}},
         {"method": "mxd", "num_units": 64, "sparsity": {"kind": "topk", "k": 8}},

@@ -30,7 +30,7 @@ CASES = {
     "tiny-gpt2, 256 x, in 4 parts": f"configs/tiny.yaml {ONE} --sizing.expansion 256 --training.tokens 65536"
     " --training.accumulation 4",
     "smollm2-135m": "configs/smollm2-135m.yaml --training.tokens 69632",
-    "smollm2-135m, bfloat16, 4 blocks": f"configs/smollm2-135m.yaml {ONE} --layers [6,7,8,9] --model.dtype bfloat16"
+    "smollm2-135m, bfloat16, 4 blocks": f"configs/smollm2-135m.yaml {ONE} --blocks [6,7,8,9] --model.dtype bfloat16"
     " --training.tokens 40960 --training.buffer_tokens 32768",
 }
 """Name -> words of `mxd train`. Two windows of activations each, but where one is said."""

@@ -4,7 +4,7 @@
 
 From one stream of activations each replacement of the config is trained three times for each seed, from the same
 initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
-the sparse operations of `mxd train` (`float32`), and with `training.proposals: bfloat16`, whose rows are counted (that
+the sparse operations of `mxd train` (`float32`), and with `training.candidates: bfloat16`, whose rows are counted (that
 path is left out where units are too few for it to pay). With --check the script exits 1 if a path's mean exceeds
 plain's by more than twice the standard error over the seeds of plain itself.
 """
@@ -22,20 +22,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_run import proposals
+from bench_run import candidates
 from torch import Tensor
 
 from mxd.common.progress import progress
 from mxd.config import DataConfig, RunConfig, load_config
-from mxd.evaluation.checkpoints import held_out_blocks
+from mxd.evaluation.checkpoints import held_out_contexts
 from mxd.evaluation.faithfulness import Reconstruction
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops import reference
-from mxd.ops.sparse import proposals_pay
+from mxd.ops.sparse import candidates_pay
 from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
-from mxd.training.step import Job, learning_rate, new_job, train_step
+from mxd.training.step import Trainee, learning_rate, new_trainee, train_step
 
 Counts = dict[str, Counter[str]]
 PATHS = ("plain", "float32", "bfloat16")
@@ -45,7 +45,7 @@ PATHS = ("plain", "float32", "bfloat16")
 def plain_operations() -> Iterator[None]:
     """Dense codes and dense products in place of the sparse operations."""
 
-    def topk_linear(x: Any, weight: Any, bias: Any, k: int, proposals: Any, selection: Any) -> Any:
+    def topk_linear(x: Any, weight: Any, bias: Any, k: int, candidates: Any, selection: Any) -> Any:
         return reference.topk_linear(x, weight, bias, k)
 
     with (
@@ -55,37 +55,37 @@ def plain_operations() -> Iterator[None]:
         yield
 
 
-def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Job], Counts]:
+def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Trainee], Counts]:
     """Train every replacement on every path with every seed; keys are (replacement, path, seed).
 
     Also returns for each replacement how many rows were proposed for in bfloat16, and how many searched anew.
     """
     training = config.training
-    jobs = {
-        (name, path, seed): new_job(
+    trainees = {
+        (name, path, seed): new_trainee(
             name, number, layer, seed, base.device, "bfloat16" if path == "bfloat16" else "float32"
         )
         for name, (number, layer) in plan_layers(config, base).items()
         for path in PATHS
-        if path != "bfloat16" or proposals_pay(layer.sparsity.k, layer.num_units)
+        if path != "bfloat16" or candidates_pay(layer.sparsity.k, layer.num_units)
         for seed in range(seeds)
     }
-    counts: Counts = {name: Counter() for name, _, _ in jobs}
+    counts: Counts = {name: Counter() for name, _, _ in trainees}
     stream = activation_stream(config, base)
-    with progress(f"training {len(jobs)} replacements", training.steps * training.batch_tokens) as advance:
+    with progress(f"training {len(trainees)} replacements", training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
             batch = next(stream)
-            for (name, path, _), job in jobs.items():
-                x, y = batch.sites[job.number]
+            for (name, path, _), trainee in trainees.items():
+                x, y = batch.sites[trainee.number]
                 if step == 0:
-                    job.initialise(batch.means[job.number], None, training.settings.start)
+                    trainee.initialise(batch.means[trainee.number], None, training.settings.initialisation)
                 seen = (step + 1) * training.batch_tokens
                 rate = learning_rate(step, training)
-                with plain_operations() if path == "plain" else proposals() as rows:
-                    train_step(job, x, y, rate, seen)
+                with plain_operations() if path == "plain" else candidates() as rows:
+                    train_step(trainee, x, y, rate, seen)
                 counts[name].update(rows or {})
             advance(training.batch_tokens)
-    return jobs, counts
+    return trainees, counts
 
 
 @torch.no_grad()
@@ -94,13 +94,13 @@ def held_out_activations(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return inputs and outputs of each block's MLP on held-out text, special tokens left out."""
     text = DataConfig.model_validate(config.data.model_dump() | {"split": split})
-    blocks = held_out_blocks(base, text)(0)
+    blocks = held_out_contexts(base, text)(0)
     special = torch.tensor(base.tokenizer.all_special_ids)
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for _ in range(math.ceil(tokens / text.context)):
         ids = torch.tensor(next(blocks), dtype=torch.int64)[None]
         kept = ~torch.isin(ids, special)
-        for number, (x, y) in base.record(ids, config.layers).items():
+        for number, (x, y) in base.record(ids, config.blocks).items():
             found.setdefault(number, []).append((x[kept], y[kept]))
     return {
         number: (torch.cat([x for x, _ in sites]), torch.cat([y for _, y in sites])) for number, sites in found.items()
@@ -108,12 +108,12 @@ def held_out_activations(
 
 
 @torch.no_grad()
-def held_out(jobs: dict[Any, Job], activations: dict[int, tuple[Tensor, Tensor]]) -> dict[Any, float]:
-    """Normalized MSE of every job."""
+def held_out(trainees: dict[Any, Trainee], activations: dict[int, tuple[Tensor, Tensor]]) -> dict[Any, float]:
+    """Normalized MSE of every trainee."""
     errors = {}
-    for key, job in jobs.items():
-        found = Reconstruction(job.layer.eval(), None)
-        for x, y in zip(*(site.split(1024) for site in activations[job.number]), strict=True):
+    for key, trainee in trainees.items():
+        found = Reconstruction(trainee.layer.eval(), None)
+        for x, y in zip(*(site.split(1024) for site in activations[trainee.number]), strict=True):
             found.see(x, y)
         errors[key] = found.report()["normalized_mse"]
     return errors
@@ -136,8 +136,8 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config, pairs(args.set))
     base = load_frozen(config.model.source, device="cpu")
-    jobs, counts = train_all(config, base, args.seeds)
-    errors = held_out(jobs, held_out_activations(config, base, args.held_out))
+    trainees, counts = train_all(config, base, args.seeds)
+    errors = held_out(trainees, held_out_activations(config, base, args.held_out))
     print(f"{config.model.source}, {config.training.tokens:,} tokens, held-out normalized MSE, {args.seeds} seeds\n")
     print("| replacement | path | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean | against plain |")
     print("|---|---|" + "---|" * (args.seeds + 2))

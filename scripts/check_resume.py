@@ -32,7 +32,7 @@ from mxd.data.text import documents
 RUN: dict[str, Any] = {
     "run": "r",
     "out": "runs",
-    "layers": [1],
+    "blocks": [1],
     "model": {"source": "base", "device": "cpu"},
     "data": {"source": "text/train.jsonl", "context": 32},
     "replacements": [{"method": "transcoder", "num_units": 96, "sparsity": {"kind": "topk", "k": 8}}],

@@ -1,6 +1,6 @@
 """How much of an MLP a linear map explains: the least a skip connection can do, and what a replacement has to beat.
 
-    python scripts/linear_fit.py tiny-gpt2 --layers 0 2
+    python scripts/linear_fit.py tiny-gpt2 --blocks 0 2
 
 Fits an affine map from the MLP's input to its output on training text, and reports FVU and NMSE on held-out text.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mxd.data.activations import activation_batches
-from mxd.data.contexts import special_ids, token_blocks
+from mxd.data.contexts import special_ids, token_contexts
 from mxd.data.text import documents
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -20,7 +20,7 @@ from mxd.ops.losses import normalized_mse
 
 def activations(model: FrozenModel, layer: int, split: str, tokens: int) -> tuple[Tensor, Tensor]:
     """Return MLP inputs and outputs of ``tokens`` tokens of a bundled split, special tokens left out."""
-    blocks = token_blocks(documents("bundled", split), model.tokenizer)
+    blocks = token_contexts(documents("bundled", split), model.tokenizer)
     masked = special_ids(model.tokenizer)
     x, y = next(activation_batches(model, [layer], blocks, tokens, tokens, masked)).sites[layer]
     return x.double(), y.double()
@@ -30,7 +30,7 @@ def main() -> None:
     """Parse, fit, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--layers", type=int, nargs="+", default=[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=int, default=40_000)
     args = parser.parse_args()
     model = load_frozen(args.model)

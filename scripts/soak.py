@@ -31,7 +31,7 @@ from pathlib import Path
 import yaml
 
 RUN = {
-    "layers": [2],
+    "blocks": [2],
     "model": {"source": "tiny-gpt2", "device": "cpu"},
     "data": {"split": "validation"},
     "sizing": {"expansion": 9},
@@ -274,7 +274,7 @@ def soak_damage(soak: Soak, whole: Path) -> None:
     newest = max((stopped.with_suffix("") / "state").glob("step-*")).name
     done = Counter()
     for damage, act in DAMAGE.items():
-        for name in ("layer2-mxd-k8.safetensors", "state.json", "manifest.json"):
+        for name in ("block2-mxd-k8.safetensors", "state.json", "manifest.json"):
             if not soak.time_left(40):
                 continue
             config = soak.config(f"{damage.replace(' ', '-')}-{name.partition('.')[0]}", SHORT)

@@ -4,7 +4,7 @@
 
 Trains an MxD (tiny-gpt2, block 2, K = 32) under each setting, all seeds of a setting from one stream, and measures on
 held-out text both how faithful it is and what it is made of (docs/evaluation.md, the account). `--set` changes the
-config, for example `--set layers=[0] model.source=tiny-llama`.
+config, for example `--set blocks=[0] model.source=tiny-llama`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
-from mxd.training.step import Job, learning_rate, new_job, train_step
+from mxd.training.step import Trainee, learning_rate, new_trainee, train_step
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 SHARES = ("gate_share", "dense_share", "interaction_share", "routed_share")
@@ -68,12 +68,12 @@ class PenalisedConfig(MxDConfig):
 
 def paper(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """As the paper draws it."""
-    layer.start(*means, "paper")
+    layer.initialise(*means, "paper")
 
 
 def transcoder(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """A transcoder in MxD form: hidden unit 0 constant, ``z D = 1``, ``C = 0``; `fast` began with this once."""
-    layer.start(*means, "centred")
+    layer.initialise(*means, "centred")
     for name, parameter in layer.encoder.named_parameters():
         parameter.data[0] = float("bias" in name)
     layer.decoder.data.zero_()[0] = 1 / layer.encoder(means[0][None])[0, 0]
@@ -81,20 +81,20 @@ def transcoder(layer: MxD, mlp: MLPWeights, means: Means) -> None:
 
 
 def centred(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """As `training.start: centred`."""
-    layer.start(*means, "centred")
+    """As `training.initialisation: centred`."""
+    layer.initialise(*means, "centred")
 
 
 def gates_centred(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """The centred gates alone, C as drawn."""
-    layer.start(*means, "centred")
+    layer.initialise(*means, "centred")
     layer.expert_scale.data /= SPREAD
 
 
 def encoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
     """The paper's, with the base MLP's encoder."""
     layer.encoder.copy_from(mlp)
-    layer.start(*means, "paper")
+    layer.initialise(*means, "paper")
 
 
 def encoder_decoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
@@ -144,30 +144,32 @@ def configure(setting: Setting, changes: list[str]) -> RunConfig:
     return load_config(CONFIG, pairs([replacement, *fields, *changes]))
 
 
-def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel, seeds: int) -> list[Job]:
+def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel, seeds: int) -> list[Trainee]:
     """Train one MxD for each seed, from one stream."""
     training = config.training
     ((number, layer),) = plan_layers(config, base).values()
     if setting.penalty is not None:
         layer = PenalisedConfig(**layer.model_dump(), penalty=setting.penalty)
-    jobs = [new_job(name, number, layer, seed, base.device) for seed in range(seeds)]
+    trainees = [new_trainee(name, number, layer, seed, base.device) for seed in range(seeds)]
     stream = activation_stream(config, base)
     with progress(name, training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
             batch = next(stream)
-            for job in jobs:
+            for trainee in trainees:
                 if step == 0:
-                    assert isinstance(job.layer, MxD)
-                    setting.begin(job.layer, base.mlp_weights(number), batch.means[number])
-                train_step(job, *batch.sites[number], learning_rate(step, training), (step + 1) * training.batch_tokens)
+                    assert isinstance(trainee.layer, MxD)
+                    setting.begin(trainee.layer, base.mlp_weights(number), batch.means[number])
+                train_step(
+                    trainee, *batch.sites[number], learning_rate(step, training), (step + 1) * training.batch_tokens
+                )
             advance(training.batch_tokens)
-    return jobs
+    return trainees
 
 
 @torch.no_grad()
-def measure(job: Job, x: Tensor, y: Tensor) -> dict[str, float]:
+def measure(trainee: Trainee, x: Tensor, y: Tensor) -> dict[str, float]:
     """Return the error on held-out activations, and the account."""
-    layer = job.layer.eval()
+    layer = trainee.layer.eval()
     account = Account(layer)
     for part in x.split(4096):
         account.see_means(part)
@@ -209,13 +211,13 @@ def main() -> None:
     config = next(iter(configs.values()))
     base = load_frozen(config.model.source, device="cpu")
     ((x, y),) = held_out_activations(config, base, args.held_out, args.split).values()
-    print(f"{config.model.source}, block {config.layers}, {len(x):,} tokens of {args.split}, {args.seeds} seeds\n")
+    print(f"{config.model.source}, block {config.blocks}, {len(x):,} tokens of {args.split}, {args.seeds} seeds\n")
     print("| setting | tokens | NMSE | fixed / NMSE | gate | dense | interaction | routed | stable rank | dead |")
     print("|---" * 10 + "|")
     results = {}
     for name, config in configs.items():
-        jobs = train_all(name, SETTINGS[name], config, base, args.seeds)
-        results[name] = [measure(job, x, y) for job in jobs]
+        trainees = train_all(name, SETTINGS[name], config, base, args.seeds)
+        results[name] = [measure(trainee, x, y) for trainee in trainees]
         print(row(name, config.training.steps * config.training.batch_tokens, results[name]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(results, indent=2) + "\n")

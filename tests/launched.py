@@ -53,7 +53,7 @@ def run(job: dict) -> None:
             calls.extend([1] * (output.shape[1] > 1))  # BOS alone, whose output is stored, is no forward of the stream
             return output * float("nan") if len(calls) > forward else output
 
-        model.mlp(config.layers[0]).register_forward_hook(poison)
+        model.mlp(config.blocks[0]).register_forward_hook(poison)
     try:
         if "cache" in job:
             cache_activations(config, job["cache"], model)

@@ -16,7 +16,7 @@ def small(tmp_path: Path, **fields) -> RunConfig:
     raw = {
         "run": "r",
         "out": str(tmp_path),
-        "layers": [2],
+        "blocks": [2],
         "model": {"source": "tiny-gpt2", "device": "cpu"},
         "data": {"split": "validation"},
         "sizing": {"expansion": 9},

@@ -27,7 +27,7 @@ ONE = {"replacements": [{"method": "mxd"}]}
 def test_every_shipped_config_loads_and_sizes_without_a_download(path: Path) -> None:
     config = load_config(path)
     shape = SHAPES[path.stem]
-    sized = [size(r.inherit(shape), config.sizing.expansion, config.sizing.match) for r in config.replacements]
+    sized = [size(r.resolve(shape), config.sizing.expansion, config.sizing.match) for r in config.replacements]
     assert all(s.num_units and s.num_params > 0 for s in sized)
     if path.stem in PAPER_UNITS:
         assert {s.num_units for s in sized if s.label == "MxD"} == {PAPER_UNITS[path.stem]}
@@ -55,7 +55,7 @@ def test_a_list_of_sparsities_sweeps_kinds() -> None:
 
 
 def test_dump_reads_back_equal() -> None:
-    config = parse_config({**ONE, "layers": [1, 2], "training": {"recipe": "short", "tokens": 40960}})
+    config = parse_config({**ONE, "blocks": [1, 2], "training": {"recipe": "short", "tokens": 40960}})
     import yaml
 
     assert parse_config(yaml.safe_load(dump_config(config))) == config
@@ -79,9 +79,9 @@ def test_recipes_and_their_overrides() -> None:
     fast = parse_config({**ONE, "training": {"recipe": "fast", "tokens": 1024 * 200}}).training
     assert fast.settings == RECIPES["fast"].model_copy(update={"warmup_steps": 10, "warmup_share": 0.0})
     assert (fast.steps, fast.batch_tokens) == (200, 1024)
-    changed = {"recipe": "fast", "batch_tokens": 64, "decay": False, "start": "paper"}
+    changed = {"recipe": "fast", "batch_tokens": 64, "decay": False, "initialisation": "paper"}
     settings = parse_config({**ONE, "training": changed}).training.settings
-    assert (settings.batch_tokens, settings.decay, settings.start) == (64, False, "paper")
+    assert (settings.batch_tokens, settings.decay, settings.initialisation) == (64, False, "paper")
     assert all(not RECIPES[name].decay and RECIPES[name].start == "paper" for name in ("paper", "short"))
     assert parse_config(yaml.safe_load(dump_config(parse_config({**ONE, "training": changed})))).training.steps == (
         480_000_000 // 64
@@ -93,13 +93,13 @@ def test_recipes_and_their_overrides() -> None:
     [
         (["--training.tokens", "8192"], lambda c: c.training.tokens == 8192),
         (["--training.tokens=8192"], lambda c: c.training.tokens == 8192),
-        (["--layers", "[3, 4]"], lambda c: c.layers == (3, 4)),
+        (["--blocks", "[3, 4]"], lambda c: c.layers == (3, 4)),
         (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
-        (["--data.mask-special", "false"], lambda c: c.data.mask_special is False),
+        (["--data.mask-special", "false"], lambda c: c.data.exclude_special is False),
         (["--model.revision", "main"], lambda c: c.model.revision == "main"),
         (["--data.source", "bundled:sotu"], lambda c: c.data.source == "bundled:sotu"),
         (["--data.cache", "some/folder"], lambda c: c.data.cache == "some/folder"),
-        (["--training.proposals", "bfloat16"], lambda c: c.training.proposals == "bfloat16"),
+        (["--training.candidates", "bfloat16"], lambda c: c.training.candidates == "bfloat16"),
         (["--training.tf32", "true"], lambda c: c.training.tf32 is True),
     ],
 )
@@ -121,11 +121,11 @@ def test_overrides(words: list[str], check) -> None:
         ({**ONE, "training": {"tokens": 10}}, "less than one batch"),
         ({**ONE, "training": {"buffer_tokens": 10}}, "buffer_tokens"),
         ({**ONE, "training": {"accumulation": 3}}, "does not divide"),
-        ({**ONE, "training": {"proposals": "float16"}}, "training.proposals.*'float32' or 'bfloat16'"),
+        ({**ONE, "training": {"candidates": "float16"}}, "training.candidates.*'float32' or 'bfloat16'"),
         ({**ONE, "training": {"tf32": "perhaps"}}, "training.tf32"),
         ({**ONE, "data": {"cache": ["a", "b"]}}, "data.cache"),
-        ({**ONE, "layers": [1, 1]}, "twice"),
-        ({**ONE, "layers": []}, "layers"),
+        ({**ONE, "blocks": [1, 1]}, "twice"),
+        ({**ONE, "blocks": []}, "layers"),
         ({**ONE, "run": "../evil"}, "run"),
         ({**ONE, "model": {"dtype": "int4"}}, "model.dtype"),
         ({**ONE, "sizing": {"match": "rough"}}, "sizing.match"),
@@ -143,8 +143,8 @@ def test_bad_fields_are_named_with_the_choices(raw: dict, message: str) -> None:
         ("- 1", [], "expected a mapping"),
         ("layers: [1]", ["tokens"], "expected an override"),
         ("layers: [1]", ["--training.tokens"], "has no value"),
-        ("layers: [1]", ["--layers.7", "3"], "indices 0 ... 0"),
-        ("layers: [1]", ["--layers.0.x", "3"], "not a section"),
+        ("layers: [1]", ["--blocks.7", "3"], "indices 0 ... 0"),
+        ("layers: [1]", ["--blocks.0.x", "3"], "not a section"),
         ("layers: [1]", ["--seed", "["], "not a YAML value"),
     ],
 )
@@ -163,7 +163,7 @@ def test_missing_file() -> None:
 def test_nothing_is_cached_or_rounded_in_the_result_unless_asked_for() -> None:
     for path in CONFIGS:
         config = load_config(path)
-        assert (config.data.cache, config.training.proposals, config.training.tf32) == (None, "auto", False)
+        assert (config.data.cache, config.training.candidates, config.training.tf32) == (None, "auto", False)
 
 
 def test_a_config_is_frozen() -> None:

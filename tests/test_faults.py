@@ -31,7 +31,7 @@ from mxd.training.trainer import train
 module = importlib.import_module("mxd.training.loop")
 pytestmark = pytest.mark.usefixtures("signals")
 
-NAME = "layer2-mxd-k8"
+NAME = "block2-mxd-k8"
 STREAM = {"data": {"streaming": True}, "training": {"tokens": 512 * 30, "save_every": 100}}
 
 
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_in_a_save(whole, config, trained_gpt2, monkeypatch
 def test_a_disk_that_fills_up_when_the_layers_are_written(whole, config, trained_gpt2, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("mxd.artifacts.checkpoint.save_file", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        with pytest.raises(MxdError, match=r"cannot write .*layer2-mxd-k8.*No space left"):
+        with pytest.raises(MxdError, match=r"cannot write .*block2-mxd-k8.*No space left"):
             train(config, model=trained_gpt2)
     assert states(config) == [10, 12] and not (config.folder / NAME).exists()
     resumes(whole, config, trained_gpt2)
@@ -384,7 +384,7 @@ def impossible():
 )
 def test_out_of_memory_in_a_step_says_what_to_lower(whole, config, trained_gpt2, at_step, monkeypatch, act):
     at_step(7, act)
-    message = r"out of memory at step 6, in layer2-mxd-k8.*accumulation.*buffer_tokens.*sizing\.expansion"
+    message = r"out of memory at step 6, in block2-mxd-k8.*accumulation.*buffer_tokens.*sizing\.expansion"
     with pytest.raises(MxdError, match=message):
         train(config, model=trained_gpt2)
     assert states(config) == [5]

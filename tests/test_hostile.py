@@ -52,7 +52,7 @@ def layer(tmp_path):
     config = parse_layer(
         {"method": "transcoder", "d_in": 4, "d_out": 4, "num_units": 6, "sparsity": {"kind": "topk", "k": 2}}
     )
-    about = Provenance(model="tiny-gpt2", revision=None, layer=0, fingerprint="0" * 16)
+    about = Provenance(model="tiny-gpt2", revision=None, block=0, fingerprint="0" * 16)
     return save_layer(tmp_path / "layer", config.build(), about)
 
 
@@ -478,7 +478,7 @@ def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2)
     about = Provenance(
         model=f"$tiny {HOSTILE}$",
         revision=None,
-        layer=1,
+        block=1,
         fingerprint=trained_gpt2.fingerprint(1),
         input_convention=HOSTILE,
         data=data | {"split": "train", "context": 16},

@@ -10,7 +10,7 @@ from mxd.cli import evaluate as commands
 from mxd.cli import shared
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Section, changed, checked
+from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Settings, changed, checked
 
 COMMANDS = {
     "evaluate": ([DEFAULTS.faithfulness], {"--tokens", "--seed"}),
@@ -46,7 +46,7 @@ def defaults(function):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_options_are_its_configs_fields(command):
     configs, expected = COMMANDS[command]
-    given = [value for value in defaults(getattr(commands, command)).values() if isinstance(value, Section)]
+    given = [value for value in defaults(getattr(commands, command)).values() if isinstance(value, Settings)]
     assert given == configs
     found = {}
     for argument in shared.app[command].assemble_argument_collection():

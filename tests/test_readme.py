@@ -23,7 +23,7 @@ def test_the_python_example_runs(
     names: dict = {}
     exec(code, names)
     assert capsys.readouterr().out.startswith("The President of the")
-    assert names["code"].values.shape == (1, names["ids"].shape[1], 32)
+    assert names["code"].activations.shape == (1, names["ids"].shape[1], 32)
     assert names["push"].shape == names["y"].shape
 
 

@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, *words: str)
 
 def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 8)
-    monkeypatch.setattr("mxd.training.step.proposals_on", lambda device, asked: "bfloat16")
+    monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
     words = "--model tiny-gpt2 --layer 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
     found = run(monkeypatch, tmp_path, "bench_run", *words.split())
     assert len(found["steps"]) == 16 and found["all steps"] == sum(found["steps"].values())
@@ -93,7 +93,7 @@ def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
-    assert found["settings"]["proposals"] == "bfloat16"
+    assert found["settings"]["candidates"] == "bfloat16"
 
 
 @pytest.mark.parametrize("label", ["MxD", "TC", "STC"])

@@ -27,13 +27,13 @@ def transcoder(width=32, seed=0, **options):
 
 def mixture(model, number):
     """An MxD that is the base MLP of a block."""
-    layer = MxDConfig(num_units=8, sparsity=TopKConfig(k=2)).inherit(model.mlp_shape(number)).build()
+    layer = MxDConfig(num_units=8, sparsity=TopKConfig(k=2)).resolve(model.mlp_shape(number)).build()
     layer.copy_base(model.mlp_weights(number))
     return layer
 
 
 def trained_on(model, number, layer, **fields):
-    known = {"model": "a/name", "revision": None, "layer": number, "fingerprint": model.fingerprint(number)}
+    known = {"model": "a/name", "revision": None, "block": number, "fingerprint": model.fingerprint(number)}
     return Trained(layer, Provenance(**{**known, **fields}), Path())
 
 
@@ -305,7 +305,7 @@ def test_the_base_mlp_answers_at_the_tokens_named_and_at_no_others(family, ids):
 def test_a_replacement_also_answers_at_tokens_it_was_trained_without(gpt2, ids):
     """Whoever asks for a splice gets the replacement, at every position."""
     layer = transcoder()
-    replacement = trained_on(gpt2, 1, layer, masked_ids=tuple(ids[0].tolist()))
+    replacement = trained_on(gpt2, 1, layer, excluded_ids=tuple(ids[0].tolist()))
     with spliced(gpt2, {1: replacement}):
         assert torch.equal(gpt2.logits(ids), hooked_logits(gpt2, ids, {1: layer}))
 

@@ -65,7 +65,7 @@ class Member:
         this = Replaced(
             method=config.label,
             sparsity=config.sparsity.slug,
-            layer=origin.layer,
+            block=origin.block,
             units=config.num_units or 0,
             params=config.num_params,
             tokens_trained=origin.tokens,
@@ -88,8 +88,8 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
     """
     origin = member.origin
     text = [
-        f"# {member.config.label} for the MLP of block {origin.layer} of {literal(origin.model)}",
-        f"This layer replaces the MLP of block {origin.layer} (counted from 0) of {literal(origin.model)}. "
+        f"# {member.config.label} for the MLP of block {origin.block} of {literal(origin.model)}",
+        f"This layer replaces the MLP of block {origin.block} (counted from 0) of {literal(origin.model)}. "
         f"Method: **{member.config.label}** with {member.config.num_units:,} units and sparsity "
         f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP.",
         *_use(member, address, None),
@@ -117,9 +117,9 @@ def set_card(
         title: what the set is called in the evaluation results.
         figure: whether ``frontier.png`` lies beside the card.
     """
-    members = sorted(members, key=lambda m: (m.origin.layer, m.config.label, m.config.sparsity.max_k or 0, m.name))
+    members = sorted(members, key=lambda m: (m.origin.block, m.config.label, m.config.sparsity.max_k or 0, m.name))
     models = sorted({m.origin.model for m in members})
-    blocks = sorted({m.origin.layer for m in members})
+    blocks = sorted({m.origin.block for m in members})
     methods = sorted({m.config.label for m in members})
     text = [
         f"# Sparse replacements for MLPs of {_list(models)}",
@@ -193,14 +193,14 @@ def _use(member: Member, address: str | None, members: int | None) -> list[str]:
     lines = ["import mxd", "", load]
     where = address or "path/to/this/folder"
     if members is None:
-        lines += [f"with mxd.spliced(model, {{{origin.layer}: {json.dumps(where)}}}):", "    ..."]
+        lines += [f"with mxd.spliced(model, {{{origin.block}: {json.dumps(where)}}}):", "    ..."]
     else:
         path, at, revision = where.partition("@")
         one = f"{path}/{member.name}{at}{revision}"
         some = json.dumps(f"*-{member.config.sparsity.slug}")
         lines += [
             f"layers = mxd.load_layers({json.dumps(where)})  # or some of them: pattern={some}",
-            f"with mxd.spliced(model, {{{origin.layer}: layers[{json.dumps(member.name)}]}}):",
+            f"with mxd.spliced(model, {{{origin.block}: layers[{json.dumps(member.name)}]}}):",
             "    ...",
             "",
             f"trained = mxd.from_pretrained({json.dumps(one)})  # one of them, alone",
@@ -223,7 +223,7 @@ def _what(members: Sequence[Member]) -> list[str]:
             [
                 f"`{m.name}`" if m.name else "this",
                 m.config.label,
-                str(m.origin.layer),
+                str(m.origin.block),
                 f"`{m.config.sparsity.slug}`",
                 f"{m.config.num_units:,}",
                 f"{m.config.num_params:,}",
@@ -236,7 +236,7 @@ def _what(members: Sequence[Member]) -> list[str]:
         {f"{literal(m.origin.model)}, revision {literal(m.origin.revision or 'not known')}" for m in members}
     )
     reads = sorted({literal(m.origin.input_convention) for m in members})
-    masked = sorted({i for m in members for i in m.origin.masked_ids})
+    masked = sorted({i for m in members for i in m.origin.excluded_ids})
     stored = all(m.config.bos_constant for m in members)
     return [
         "## What it is",
@@ -294,7 +294,7 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
 def _caption(member: Member) -> str:
     result, evaluation = member.result, member.evaluation
     assert result is not None and evaluation is not None
-    zero = f", {result.ce_zero:.4f} with the MLP of block {member.origin.layer} zero-ablated" if result.ce_zero else ""
+    zero = f", {result.ce_zero:.4f} with the MLP of block {member.origin.block} zero-ablated" if result.ce_zero else ""
     return (
         f"On {result.tokens:,} held-out tokens of {literal(evaluation.data.get('source'))} "
         f"({literal(evaluation.data.get('split'))}), each layer spliced in alone: the base model's cross-entropy is "
@@ -323,7 +323,7 @@ def _limits(members: Sequence[Member], license: str | None) -> list[str]:
         ". Not measured: other domains and languages, downstream tasks, several layers spliced at once, other seeds, "
         "and whether the units mean anything to a person."
     )
-    if any(m.origin.masked_ids for m in members):
+    if any(m.origin.excluded_ids for m in members):
         limits.append("Trained without some tokens (above): in a splice it answers there all the same, untaught.")
     if any(m.config.reads != "mlp_in" for m in members):
         limits.append("An autoencoder reads the MLP's output: it explains the MLP, but the MLP still has to run.")

@@ -18,7 +18,7 @@ from mxd.common.errors import MxdError, MxdWarning
 from mxd.common.files import file_sha256, read_json, regular
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
-FORMAT = 1
+FORMAT = 2
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "faithfulness.json", "README.md")
 """What a layer's folder holds; only these are ever sent or fetched."""
 SET_FILES = ("faithfulness.json", FIGURE, "README.md")
@@ -114,7 +114,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise MxdError(f"no checkpoint at {str(folder)!r}: expected a folder with config.json and model.safetensors.")
     config = read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise MxdError(f"{path} is not an mxd layer of format {FORMAT}.")
+        got = config.get("format") if isinstance(config, dict) else None
+        raise MxdError(
+            f"{path} is not an mxd layer of format {FORMAT} (its format is {got!r}); use the version of mxd that wrote it, "
+            "or train the layer again."
+        )
     return config
 
 

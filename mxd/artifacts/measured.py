@@ -17,7 +17,7 @@ class Replaced(BaseModel):
 
     method: str
     sparsity: str
-    layer: int
+    block: int
     units: int
     params: int
     tokens_trained: int
@@ -41,7 +41,7 @@ class Result(_Numbers):
     ce_zero: float | None = None
     ce_increase: float
     around_special: Around | None = None
-    layers: dict[str, Site]
+    blocks: dict[str, Site]
     replacements: list[Replaced]
 
 

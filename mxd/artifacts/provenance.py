@@ -14,7 +14,7 @@ class Provenance(BaseModel):
     """Base model: Hub id, path or bundled name."""
     revision: str | None
     """The base model's commit, where known."""
-    layer: int
+    block: int
     """Block number, from 0."""
     fingerprint: str
     """Hash of the replaced MLP's weights (``FrozenModel.fingerprint``)."""
@@ -26,8 +26,8 @@ class Provenance(BaseModel):
     """Which tensor the layer reads."""
     model_dtype: str = "float32"
     """Dtype the base model ran in."""
-    masked_ids: tuple[int, ...] = ()
-    """Tokens left out in training; the base MLP answers there when spliced."""
+    excluded_ids: tuple[int, ...] = ()
+    """Tokens left out in training; a splice replaces the MLP there all the same."""
     data: dict[str, Any] = {}
     """The training text: source, split, column, context, BOS."""
     text_hash: str = ""

@@ -71,14 +71,14 @@ class SparseLayer(nn.Module):
         return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
 
     def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
-        """Return ``a @ table``, where ``a`` are the active units' strengths and the table has a row for each unit."""
-        sparsity, strength = self.spec["sparsity"], F.linear(x, weight, bias).relu()
+        """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
+        sparsity, activation = self.spec["sparsity"], F.linear(x, weight, bias).relu()
         if sparsity["kind"] in ("topk", "random_k"):
-            values, units = strength.topk(sparsity["k"])
+            values, units = activation.topk(sparsity["k"])
             return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
         if sparsity["kind"] == "jumprelu":
-            strength = strength * (strength > self.sparsity_threshold)
-        return strength @ table
+            activation = activation * (activation > self.sparsity_threshold)
+        return activation @ table
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the dense encoder's hidden state, in the base MLP's form: plain or gated."""

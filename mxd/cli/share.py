@@ -15,8 +15,8 @@ def convert(
     *sources_and_out: str,
     from_: Annotated[str | None, Parameter("--from")] = None,
     to: str | None = None,
-    layer: int | None = None,
-    reads: Literal["mlp_in", "normalized"] | None = None,
+    block: int | None = None,
+    input: Literal["mlp_in", "normalized"] | None = None,
     jumprelu: Annotated[bool, Parameter(negative="")] = False,
     tokens: int = 32_768,
     on: HeldOut = HELD_OUT,
@@ -29,8 +29,8 @@ def convert(
         sources_and_out: their file or folder, or checkpoints as for evaluate; last the folder to write.
         from_: the tool whose files to read. The base model is what they name, or --model.
         to: the tool whose files to write.
-        layer: block they replace, where their files do not say; of several, the one to convert.
-        reads: where their files leave it open: mlp_in, or normalized (before the affine part of the layer norm).
+        block: block they replace, where their files do not say; of several, the one to convert.
+        input: where their files leave it open: mlp_in, or normalized (before the affine part of the layer norm).
         jumprelu: write JumpReLU thresholds, fitted on held-out text, also where the tool has TopK.
         tokens: held-out tokens for thresholds and for measuring what is lost.
         on: the text and the base model.
@@ -45,10 +45,10 @@ def convert(
     if from_ is not None:
         if len(sources) > 1:
             raise MxdError(f"--from reads one file or folder, got {len(sources)}.")
-        found = import_layers(sources[0], out, from_, on.model, layer, reads, on.device)
+        found = import_layers(sources[0], out, from_, on.model, block, input, on.device)
     else:
         subject = on.open("convert", sources)
-        found = export_layers(subject.trained, subject.base, subject.blocks, out, to or "", jumprelu, tokens)
+        found = export_layers(subject.trained, subject.base, subject.contexts, out, to or "", jumprelu, tokens)
     for item in found:
         say("\n  ".join([f"{item.source} -> {item.path}", *item.notes, *([item.loss.line] if item.loss else [])]))
 

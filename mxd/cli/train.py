@@ -23,7 +23,7 @@ def train(
 ) -> None:
     """Train every replacement of a run, from one stream of activations.
 
-    Any field of the config can be set: --training.tokens 1000000, --layers [3,5], --replacements.0.sparsity.k [8,32].
+    Any field of the config can be set: --training.tokens 1000000, --blocks [3,5], --replacements.0.sparsity.k [8,32].
     `mxd fields` lists them. On eight GPUs: torchrun --nproc-per-node 8 -m mxd train CONFIG (docs/scaling.md).
 
     Args:

@@ -1,4 +1,4 @@
-"""Blocks of token ids -> shuffled batches of activations, as one plain generator.
+"""Contexts of token ids -> shuffled batches of activations, as one plain generator.
 
 The stream is cut into windows of ``buffer_tokens`` tokens. The base model runs over a window's contexts, the inputs
 and outputs of every wanted MLP are kept, and the window's tokens are permuted and handed out in batches. Nothing is
@@ -22,8 +22,8 @@ from torch import Tensor
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, Processes
 from mxd.data.checks import MOST_USELESS, check_activations, check_text
-from mxd.data.contexts import Blocks, mask_of
-from mxd.data.exchange import Share, WindowActivations, exchange_rows
+from mxd.data.contexts import Contexts, counted_positions
+from mxd.data.exchange import RankPart, WindowActivations, exchange_rows
 from mxd.model.frozen import FrozenModel
 
 
@@ -43,7 +43,7 @@ class Batch:
     """One batch of shuffled token activations."""
 
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
-    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every layer."""
+    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
     ids: Int[Tensor, " tokens"]
     """The token ids."""
     means: dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]
@@ -91,29 +91,29 @@ def buffer_bytes(widths: Sequence[tuple[int, int]], buffer_tokens: int) -> int:
 
 def activation_batches(
     model: FrozenModel,
-    layers: Sequence[int],
-    blocks: Blocks,
+    blocks: Sequence[int],
+    contexts: Contexts,
     batch_tokens: int = 4096,
     buffer_tokens: int = 131_072,
-    masked_ids: Sequence[int] = (),
+    excluded_ids: Sequence[int] = (),
     bos_id: int | None = None,
     seed: int = 0,
     forward_contexts: int = 32,
     start: Cursor | None = None,
     processes: Processes = ALONE,
-    shares: Sequence[Share] | None = None,
+    shares: Sequence[RankPart] | None = None,
     mine: Mine | None = None,
-    digest: Callable[[int], str] = lambda contexts: "",
+    digest: Callable[[int], str] = lambda count: "",
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
 
     Args:
         model: the frozen base model.
-        layers: the sites; all are recorded from one forward, which stops after the last.
-        blocks: the contexts.
+        blocks: the sites; all are recorded from one forward, which stops after the last.
+        contexts: the text.
         batch_tokens: tokens in a batch.
         buffer_tokens: tokens in a window, rounded down to whole batches; memory is ``buffer_bytes``.
-        masked_ids: positions that hold one of these tokens are left out.
+        excluded_ids: positions that hold one of these tokens are left out.
         bos_id: left out where it stands at position 0.
         seed: orders the tokens of a window.
         forward_contexts: contexts the base model runs over at a time.
@@ -130,10 +130,10 @@ def activation_batches(
     """
     cursor = start or Cursor()
     per_window = max(1, buffer_tokens // batch_tokens)
-    source = blocks(cursor.context)
-    counts = partial(mask_of, masked=masked_ids, bos_id=bos_id)
+    source = contexts(cursor.context)
+    counts = partial(counted_positions, excluded=excluded_ids, bos_id=bos_id)
     held: np.ndarray | None = None
-    shares = shares or [Share(tuple(layers))] * processes.world
+    shares = shares or [RankPart(tuple(blocks))] * processes.world
     own = shares[processes.rank]
     text = cursor.text
     while True:
@@ -145,14 +145,14 @@ def activation_batches(
             while window is not None and mine is not None and not mine(cursor, window.tokens // batch_tokens):
                 cursor = replace(window.next, text=digest(window.end))
                 window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
-            filled = _fill(model, layers, window.part(processes), forward_contexts) if window is not None else None
+            filled = _fill(model, blocks, window.part(processes), forward_contexts) if window is not None else None
         if window is None or filled is None:
             return
         following = replace(window.next, text=digest(window.end))
         total = window.tokens
         means = {
-            layer: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
-            for layer, (x, y) in filled.sites.items()
+            block: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
+            for block, (x, y) in filled.sites.items()
         }
         order = _batch_order([seed, cursor.context, cursor.offset], total, batch_tokens)
         whole, order = len(order), order.to(model.device)
@@ -162,9 +162,9 @@ def activation_batches(
             rows = order[b]
             here = replace(cursor, batch=b + 1, text=following.text)
             yield Batch(
-                sites={layer: (filled.sites[layer][0][rows], filled.sites[layer][1][rows]) for layer in own.layers},
+                sites={block: (filled.sites[block][0][rows], filled.sites[block][1][rows]) for block in own.blocks},
                 ids=filled.ids[rows],
-                means={layer: means[layer] for layer in own.layers},
+                means={block: means[block] for block in own.blocks},
                 cursor=here if b + 1 < whole else following,
             )
         if whole < per_window:
@@ -201,8 +201,8 @@ def _plan(
         useless = 0 if len(positions) or offset else useless + 1
         if useless > MOST_USELESS:
             raise MxdError(
-                f"{MOST_USELESS:,} contexts in a row hold nothing but masked tokens; check data.mask_special and the "
-                "text."
+                f"{MOST_USELESS:,} contexts in a row hold nothing but excluded tokens; check "
+                "data.exclude_special and the text."
             )
         taken = positions[:missing]
         rows.append(row)
@@ -217,7 +217,7 @@ def _plan(
     return _Window(np.stack(rows), counted, Cursor(context, offset)), held
 
 
-def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_contexts: int) -> WindowActivations:
+def _fill(model: FrozenModel, blocks: Sequence[int], window: _Window, forward_contexts: int) -> WindowActivations:
     """Run the base model over a window and keep the counted positions' activations."""
     total = sum(map(len, window.counted))
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -230,12 +230,12 @@ def _fill(model: FrozenModel, layers: Sequence[int], window: _Window, forward_co
         keep = torch.from_numpy(flat).to(model.device)
         stop = done + len(flat)
         kept_ids[done:stop] = rows.reshape(-1)[keep]
-        for layer, pair in model.record(rows, layers).items():
-            if layer not in buffers:
-                buffers[layer] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
-            for buffer, tensor in zip(buffers[layer], pair, strict=True):
+        for block, pair in model.record(rows, blocks).items():
+            if block not in buffers:
+                buffers[block] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
+            for buffer, tensor in zip(buffers[block], pair, strict=True):
                 buffer[done:stop] = rearrange(tensor, "context position d -> (context position) d")[keep]
         done = stop
-    for layer, (x, y) in buffers.items():
-        check_activations(layer, x, y, kept_ids, model)
+    for block, (x, y) in buffers.items():
+        check_activations(block, x, y, kept_ids, model)
     return WindowActivations(kept_ids, buffers)

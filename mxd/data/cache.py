@@ -76,8 +76,8 @@ def claim_cache(location: Location, identity: Mapping[str, Any], size: int, dtyp
         check_identity(store, held, own)
         if held["fingerprints"].keys() != identity["fingerprints"].keys():
             raise MxdError(
-                f"the activation cache {store.name} has layers {', '.join(held['fingerprints'])}, asked for "
-                f"{', '.join(identity['fingerprints'])}; it goes on with the same layers, or choose another folder."
+                f"the activation cache {store.name} has blocks {', '.join(held['fingerprints'])}, asked for "
+                f"{', '.join(identity['fingerprints'])}; it goes on with the same blocks, or choose another folder."
             )
         own = held
     if store.remote is None:
@@ -206,11 +206,11 @@ class _Windows:
 def _write_shard(store: Store, held: Mapping[str, Any], number: int, start: Cursor, batches: Sequence[Batch]) -> None:
     ids = torch.cat([batch.ids for batch in batches])
     tensors = {"ids": ids}
-    for layer in batches[0].sites:
+    for block in batches[0].sites:
         for i, name in enumerate(("x", "y")):
-            values = torch.cat([batch.sites[layer][i] for batch in batches])
-            tensors[f"{layer}.{name}"] = _rounded(values, held["dtype"], f"layer {layer}: {name}", ids)
-            tensors[f"{layer}.{name}_mean"] = batches[0].means[layer][i]
+            values = torch.cat([batch.sites[block][i] for batch in batches])
+            tensors[f"{block}.{name}"] = _rounded(values, held["dtype"], f"block {block}: {name}", ids)
+            tensors[f"{block}.{name}_mean"] = batches[0].means[block][i]
     with store.new_file(data_name(number)) as file:
         save_file(tensors, file)
         size, digest = file.stat().st_size, sha256(file)
@@ -261,7 +261,7 @@ def _check_room(folder: Path, size: int) -> None:
     if size - there > free:
         raise MxdError(
             f"the cache needs {(size - there) / 2**30:.1f} GiB more and {free / 2**30:.1f} GiB are free at {folder}; "
-            "lower training.tokens, cache fewer layers, cache as bfloat16, or choose another disk."
+            "lower training.tokens, cache fewer blocks, cache as bfloat16, or choose another disk."
         )
 
 

@@ -1,4 +1,4 @@
-"""What no stream of activations may hold: another text than before, numbers that no layer can be trained on."""
+"""What no stream of activations may hold: another text than before, numbers that no block can be trained on."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from mxd.common.errors import MxdError
 from mxd.model.frozen import FrozenModel
 
 MOST_USELESS = 1000
-"""Contexts in a row that may hold nothing but masked tokens."""
+"""Contexts in a row that may hold nothing but excluded tokens."""
 
 
 def check_text(before: str, now: str) -> None:
@@ -24,7 +24,7 @@ def check_text(before: str, now: str) -> None:
         )
 
 
-def check_activations(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
+def check_activations(block: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
     """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero.
 
     Raises:
@@ -39,7 +39,7 @@ def check_activations(layer: int, x: Tensor, y: Tensor, ids: Tensor, model: Froz
         token = int(ids[bad.nonzero()[0, 0]])
         text = model.tokenizer.decode([token]) if model.tokenizer is not None else ""
         raise MxdError(
-            f"layer {layer}: an activation {problem} in {int(bad.sum()):,} of {len(bad):,} tokens, first at token id "
-            f"{token} {text!r}. Mask such tokens (data.mask_special), choose another layer, or load the base model "
+            f"block {block}: an activation {problem} in {int(bad.sum()):,} of {len(bad):,} tokens, first at token id "
+            f"{token} {text!r}. Mask such tokens (data.exclude_special), choose another block, or load the base model "
             "in float32."
         )

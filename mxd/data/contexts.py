@@ -19,8 +19,8 @@ from jaxtyping import Bool, Int
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file
 
-Blocks = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
-"""``blocks(n)`` yields the contexts of a stream from number n on."""
+Contexts = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
+"""``contexts(n)`` yields the contexts of a stream from number n on."""
 
 SEAL_BYTES = 32
 """At the end of a file of token ids: SHA-256 of its name and of the ids' own SHA-256."""
@@ -31,17 +31,17 @@ def special_ids(tokenizer: Any) -> list[int]:
     return sorted(set(tokenizer.all_special_ids))
 
 
-def mask_of(
-    ids: Int[np.ndarray, "*batch seq"], masked: Iterable[int], bos_id: int | None = None
+def counted_positions(
+    ids: Int[np.ndarray, "*batch seq"], excluded: Iterable[int], bos_id: int | None = None
 ) -> Bool[np.ndarray, "*batch seq"]:
     """Return True where a position counts.
 
     Args:
         ids: token ids of whole contexts.
-        masked: tokens that count nowhere.
+        excluded: tokens that count nowhere.
         bos_id: a token that does not count at position 0.
     """
-    counts = ~np.isin(ids, list(masked))
+    counts = ~np.isin(ids, list(excluded))
     if bos_id is not None:
         counts[..., 0] &= ids[..., 0] != bos_id
     return counts
@@ -58,7 +58,7 @@ def head_ids(tokenizer: Any, bos: bool = True) -> list[int]:
     return [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
 
 
-def token_blocks(
+def token_contexts(
     texts: Iterable[str],
     tokenizer: Any,
     context: int = 128,

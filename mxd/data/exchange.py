@@ -17,14 +17,14 @@ class WindowActivations(NamedTuple):
     ids: Int[Tensor, " tokens"]
     """The token ids."""
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
-    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every layer."""
+    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one process takes from the stream: the activations of some layers, one of the equal parts of each batch."""
+class RankPart:
+    """What one process takes from the stream: the activations of some blocks, one of the equal parts of each batch."""
 
-    layers: tuple[int, ...]
+    blocks: tuple[int, ...]
     part: int = 0
     parts: int = 1
 
@@ -35,7 +35,7 @@ class Share:
 
 
 def exchange_rows(
-    computed: WindowActivations, order: Int[Tensor, "batches tokens"], shares: Sequence[Share], processes: Processes
+    computed: WindowActivations, order: Int[Tensor, "batches tokens"], shares: Sequence[RankPart], processes: Processes
 ) -> tuple[WindowActivations, Int[Tensor, "batches part"]]:
     """Exchange rows, so that each process has those of its share and no more, already in order.
 
@@ -57,8 +57,8 @@ def exchange_rows(
     places = sender.argsort(stable=True)  # rows come rank by rank, and within a rank in the order wanted
     incoming = torch.bincount(sender, minlength=processes.world).tolist()
 
-    def deal(tensor: Tensor, layer: int | None) -> Tensor:
-        takes = [layer is None or layer in share.layers for share in shares]
+    def deal(tensor: Tensor, block: int | None) -> Tensor:
+        takes = [block is None or block in share.blocks for share in shares]
         rows = torch.cat([tensor[m] for m, taken in zip(sent, takes, strict=True) if taken] or [tensor[:0]])
         counts = [len(m) if taken else 0 for m, taken in zip(sent, takes, strict=True)]
         received = processes.exchange(rows, counts, incoming if takes[rank] else [0] * processes.world)
@@ -69,5 +69,5 @@ def exchange_rows(
         return in_order
 
     ids = deal(computed.ids, None)
-    sites = {layer: (deal(x, layer), deal(y, layer)) for layer, (x, y) in computed.sites.items()}
+    sites = {block: (deal(x, block), deal(y, block)) for block, (x, y) in computed.sites.items()}
     return WindowActivations(ids, sites), torch.arange(len(ids), device=order.device).view(len(order), -1)

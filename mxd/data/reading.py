@@ -23,7 +23,7 @@ def check_cache(location: Location, identity: Mapping[str, Any]) -> None:
 
     Args:
         location: the cache.
-        identity: what is asked for; of ``fingerprints`` (layer -> hash of its MLP) some of the cache's.
+        identity: what is asked for; of ``fingerprints`` (block -> hash of its MLP) some of the cache's.
 
     Raises:
         MxdError: no cache there, or one of other activations; the differences are named.
@@ -49,7 +49,7 @@ def cached_tokens(location: Location) -> int:
 
 def cached_batches(
     location: Location,
-    layers: Sequence[int],
+    blocks: Sequence[int],
     start: Cursor | None = None,
     device: torch.device | str = "cpu",
     part: tuple[int, int] = (0, 1),
@@ -58,7 +58,7 @@ def cached_batches(
 
     Args:
         location: the cache.
-        layers: which of its layers.
+        blocks: which of its blocks.
         start: where to begin; a place between two of its batches.
         device: where the activations go.
         part: ``(s, parts)``: only the rows of part s of each batch.
@@ -86,7 +86,7 @@ def cached_batches(
         rows = shard.tokens // len(shard.ends)
         for b in range(skip, len(shard.ends)):
             runs = [_Run(file, b * rows, (b + 1) * rows)]
-            yield _read(runs, layers, file.means(layers), shard.ends[b], device, part)
+            yield _read(runs, blocks, file.means(blocks), shard.ends[b], device, part)
         skip = 0
     if problem:
         raise MxdError(problem)
@@ -94,7 +94,7 @@ def cached_batches(
 
 def mixed_batches(
     location: Location,
-    layers: Sequence[int],
+    blocks: Sequence[int],
     batch_tokens: int,
     shards_at_once: int,
     seed: int = 0,
@@ -113,7 +113,7 @@ def mixed_batches(
 
     Args:
         location: the cache.
-        layers: which of its layers.
+        blocks: which of its blocks.
         batch_tokens: tokens in a batch.
         shards_at_once: shards mixed at a time.
         seed: orders the shards.
@@ -146,10 +146,10 @@ def mixed_batches(
         if take.group != group:
             group = take.group
             files = {m: next(opened) for m in take.members}
-            means = _mean({files[m]: int(lengths[m]) for m in take.members}, layers)
+            means = _mean({files[m]: int(lengths[m]) for m in take.members}, blocks)
         runs += [_Run(files[m], low, high) for m, low, high in take.runs]
         if take.end is not None:
-            yield _read(runs, layers, means, replace(take.end, text=text), device, part)
+            yield _read(runs, blocks, means, replace(take.end, text=text), device, part)
             runs = []
 
 
@@ -162,7 +162,7 @@ class _Run:
 
 def _read(
     runs: Sequence[_Run],
-    layers: Sequence[int],
+    blocks: Sequence[int],
     means: Mapping[int, tuple[Tensor, Tensor]],
     end: Cursor,
     device: torch.device | str,
@@ -175,9 +175,9 @@ def _read(
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(device)
 
     return Batch(
-        sites={layer: (read(f"{layer}.x").float(), read(f"{layer}.y").float()) for layer in layers},
+        sites={block: (read(f"{block}.x").float(), read(f"{block}.y").float()) for block in blocks},
         ids=read("ids"),
-        means={layer: (x.to(device), y.to(device)) for layer, (x, y) in means.items()},
+        means={block: (x.to(device), y.to(device)) for block, (x, y) in means.items()},
         cursor=end,
     )
 
@@ -199,17 +199,17 @@ def _rows_of(runs: Sequence[_Run], part: tuple[int, int]) -> list[_Run]:
     return found
 
 
-def _mean(files: Mapping[ShardFile, int], layers: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+def _mean(files: Mapping[ShardFile, int], blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the means of several shards' windows, weighted by the shards' tokens."""
     weights = torch.tensor(list(files.values()), dtype=torch.float32)
     weights /= weights.sum()
-    means = [file.means(layers) for file in files]
+    means = [file.means(blocks) for file in files]
     return {
-        layer: (
-            weights @ torch.stack([m[layer][0] for m in means]),
-            weights @ torch.stack([m[layer][1] for m in means]),
+        block: (
+            weights @ torch.stack([m[block][0] for m in means]),
+            weights @ torch.stack([m[block][1] for m in means]),
         )
-        for layer in layers
+        for block in blocks
     }
 
 

@@ -3,7 +3,7 @@
 A shard is whole or not there: its tensors come first, then its JSON, which names their SHA-256.
 
 cache.json                what the activations are of
-shard-000000.safetensors  ids, x and y of every layer, and the means of these over the window
+shard-000000.safetensors  ids, x and y of every block, and the means of these over the window
 shard-000000.json         where in the text it begins and each of its batches ends; size and SHA-256 of its tensors
 """
 
@@ -25,7 +25,7 @@ from mxd.common.parsing import parse_json
 from mxd.data.activations import Cursor
 from mxd.data.store import Store, sha256
 
-FORMAT = 3
+FORMAT = 4
 
 UNKNOWN = ("revision", "text")
 """What is ``None`` where it cannot be known: of a folder or a loaded model; of a text that is not on this machine."""
@@ -60,11 +60,11 @@ class ShardFile:
         with _readable(self.where):
             return self.tensors.get_slice(name)[begin:end]
 
-    def means(self, layers: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return layer -> the means of the window that the shard is of."""
+    def means(self, blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return block -> the means of the window that the shard is of."""
         with _readable(self.where):
             get = self.tensors.get_tensor
-            return {layer: (get(f"{layer}.x_mean"), get(f"{layer}.y_mean")) for layer in layers}
+            return {block: (get(f"{block}.x_mean"), get(f"{block}.y_mean")) for block in blocks}
 
 
 def identity_of(store: Store) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def identity_of(store: Store) -> dict[str, Any]:
 
 
 def check_identity(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compare what a cache is of with what is asked for; of ``fingerprints`` some layers may be asked for.
+    """Compare what a cache is of with what is asked for; of ``fingerprints`` some blocks may be asked for.
 
     Raises:
         MxdError: they differ; every difference is named.
@@ -99,12 +99,12 @@ def check_identity(store: Store, held: Mapping[str, Any], wanted: Mapping[str, A
         if key != "fingerprints" and held.get(key) != value
         if not (key in UNKNOWN and None in (held.get(key), value))
     ]
-    for layer, fingerprint in wanted["fingerprints"].items():
-        own = held["fingerprints"].get(layer)
+    for block, fingerprint in wanted["fingerprints"].items():
+        own = held["fingerprints"].get(block)
         if own is None:
-            differences.append(f"it has layers {', '.join(held['fingerprints'])}, asked for {layer}")
+            differences.append(f"it has blocks {', '.join(held['fingerprints'])}, asked for {block}")
         elif own != fingerprint:
-            differences.append(f"layer {layer} is of another base model (fingerprint {own}, asked for {fingerprint})")
+            differences.append(f"block {block} is of another base model (fingerprint {own}, asked for {fingerprint})")
     if differences:
         raise MxdError(
             f"the activation cache {store.name} holds something else: {'; '.join(differences)}. Put back what was "

@@ -17,7 +17,7 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import Advance, progress
-from mxd.data.contexts import head_ids, mask_of, special_ids
+from mxd.data.contexts import counted_positions, head_ids, special_ids
 from mxd.evaluation.walk import (
     Mean,
     PaddedTexts,
@@ -177,7 +177,7 @@ def measure(
     special = special_ids(model.tokenizer)
     for batch in padded_batches(texts.rows, texts.measuring, size):
         ids = torch.from_numpy(batch.ids).to(model.device)
-        counted = torch.from_numpy(batch.real & mask_of(batch.ids, special))[:, 1:]
+        counted = torch.from_numpy(batch.real & counted_positions(batch.ids, special))[:, 1:]
         at = [texts.groups[number] for number in batch.numbers]
         with model.block_outputs(sorted({min(members) for members in sets.values()})) as below:
             base = _loss(model.logits(ids)[:, :-1], ids)

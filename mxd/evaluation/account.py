@@ -95,8 +95,8 @@ class Account:
         self.sums["shared"] += float((layer.decode(x, only(code, self.moments.leading_unit)) - bias).square().sum())
         self.sums["mean_gate"] += float(normalized_mse(mean_gate, y)) * len(x)
         self.sums["fixed"] += float(normalized_mse(fixed, y)) * len(x)
-        self.sums["active"] += float((code.values > 0).sum())
-        self.sums["effective"] += float(effective_units(code.values).sum())
+        self.sums["active"] += float((code.activations > 0).sum())
+        self.sums["effective"] += float(effective_units(code.activations).sum())
 
     def report(self) -> dict[str, float]:
         """Return the metrics; docs/evaluation.md says what each can show and cannot."""
@@ -130,9 +130,9 @@ def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens
 
 def only(code: Code, unit: int) -> Code:
     """Return the code with all units but one switched off."""
-    return code.with_values(code.values * (code.indices == unit))
+    return code.with_activations(code.activations * (code.indices == unit))
 
 
 def nothing(code: Code) -> Code:
     """Return the code with all units switched off."""
-    return Code(code.values[:, :0], code.indices[:, :0])
+    return Code(code.activations[:, :0], code.indices[:, :0])

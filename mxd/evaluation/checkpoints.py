@@ -14,7 +14,7 @@ from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
-from mxd.data.contexts import Blocks, token_blocks
+from mxd.data.contexts import Contexts, token_contexts
 from mxd.data.text import documents
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -36,16 +36,16 @@ class Subject:
         """
         if together:
             return {"together": _distinct_layers(self.trained)}
-        return {name: {trained.provenance.layer: trained} for name, trained in self.trained.items()}
+        return {name: {trained.provenance.block: trained} for name, trained in self.trained.items()}
 
     @property
     def members(self) -> dict[str, dict[str, Any]]:
         """What tables and figures say of each layer."""
         return {name: describe(trained) for name, trained in self.trained.items()}
 
-    def blocks(self, seed: int = 0) -> Blocks:
+    def contexts(self, seed: int = 0) -> Contexts:
         """Return the held-out contexts, once, in an order drawn from the seed."""
-        return held_out_blocks(self.base, self.text, seed)
+        return held_out_contexts(self.base, self.text, seed)
 
     def texts(self) -> Iterable[str]:
         """Return the held-out documents."""
@@ -96,12 +96,12 @@ def open_checkpoints(
     return Subject(loaded, base, text)
 
 
-def held_out_blocks(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
+def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
     """Return the contexts of an evaluation text once, in a drawn order, so that a part is like the whole."""
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
     texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
-    return token_blocks(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
+    return token_contexts(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
 
 
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
@@ -141,11 +141,11 @@ def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
 def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
     members: dict[int, Trained] = {}
     for name, trained in loaded.items():
-        if trained.provenance.layer in members:
+        if trained.provenance.block in members:
             raise MxdError(
-                f"--together: two checkpoints replace layer {trained.provenance.layer}, the second is {name}."
+                f"--together: two checkpoints replace layer {trained.provenance.block}, the second is {name}."
             )
-        members[trained.provenance.layer] = trained
+        members[trained.provenance.block] = trained
     return members
 
 
@@ -156,7 +156,7 @@ def describe(trained: Trained) -> dict[str, Any]:
         "method": config.label,
         "sparsity": config.sparsity.slug,
         "k": config.sparsity.max_k,
-        "layer": trained.provenance.layer,
+        "block": trained.provenance.block,
         "units": config.num_units,
         "params": config.num_params,
         "tokens_trained": trained.provenance.tokens,

@@ -23,19 +23,19 @@ class Correlations(NamedTuple):
     """How units go with a score: what ``Correlation`` finds."""
 
     over_tokens: Float[Tensor, " units"]
-    """Pearson's correlation of the coefficient with the score over tokens; 0 for a unit that never changes."""
+    """Pearson's correlation of the activation with the score over tokens; 0 for a unit that never changes."""
     over_texts: Float[Tensor, " units"]
-    """The same over texts, of the mean coefficient with the mean score."""
+    """The same over texts, of the mean activation with the mean score."""
     beyond_chance: Bool[Tensor, " units"]
     """Whether the correlation over tokens is more than chance makes of any unit's."""
 
 
 class Correlation:
-    """How each unit's coefficients go with a score, and whether they do so more than by chance.
+    """How each unit's activations go with a score, and whether they do so more than by chance.
 
     Tokens of one text are not independent: a unit that is active in two texts has two chances to go with their scores,
     not hundreds. So chance is what remains when the scores are dealt to the texts anew. That presumes nothing of how
-    coefficients (nearly all zero) and scores (often skewed) are distributed, as Fisher's z would, under which a unit
+    activations (nearly all zero) and scores (often skewed) are distributed, as Fisher's z would, under which a unit
     active in one text alone, the one with the highest score, passes any bar. Each correlation is taken in units of its
     own spread over the permutations, since that differs much from unit to unit, and must exceed the largest that any
     unit reaches in any of 999 of them: if the scores say nothing, the probability that any unit does is 1 in 1,000.
@@ -43,12 +43,12 @@ class Correlation:
     is given a random sign, text by text.
 
     Memory grows with the texts and the units active in each, not with tokens or permutations: of each text the sums of
-    the coefficients are kept, all that is needed to permute its score.
+    the activations are kept, all that is needed to permute its score.
     """
 
     def __init__(self, units: int) -> None:
         self.squares = torch.zeros(units, dtype=torch.float64)
-        """Sums of the squared coefficients over all tokens."""
+        """Sums of the squared activations over all tokens."""
         self.within = 0.0
         """Sum of the squared differences of tokens' scores from their text's mean."""
         self.tokens = torch.zeros(0, dtype=torch.float64)
@@ -56,9 +56,9 @@ class Correlation:
         self.means = torch.zeros(0, dtype=torch.float64)
         """Of each text's scores."""
         self.sums: list[Entries] = []
-        """Of each unit's coefficients over each text's tokens."""
+        """Of each unit's activations over each text's tokens."""
         self.products: list[Entries] = []
-        """The same of coefficients times differences from the mean score."""
+        """The same of activations times differences from the mean score."""
 
     def see(self, code: Code, row: Int[Tensor, " tokens"], scores: Float[Tensor, " tokens"], texts: int) -> None:
         """Count a batch of texts.
@@ -73,7 +73,7 @@ class Correlation:
         means = torch.bincount(row, scores, texts) / tokens.clamp_min(1)
         apart = scores - means[row]
         apart[apart.abs() <= 1e-12 * means.abs().max()] = 0  # what rounding leaves of equal scores
-        self.squares.index_add_(0, code.indices.cpu().flatten(), code.values.cpu().double().square().flatten())
+        self.squares.index_add_(0, code.indices.cpu().flatten(), code.activations.cpu().double().square().flatten())
         self.within += float(apart.square().sum())
         first, counted = len(self.tokens), tokens > 0
         self.tokens = torch.cat([self.tokens, tokens[counted]])
@@ -100,11 +100,11 @@ class Correlation:
             varies = squares - sums.sum(1).square() / count
             over = (sums @ dealt + products @ signs) / (varies.unsqueeze(-1) * spread).clamp_min(1e-300).sqrt()
             over[varies <= 1e-12 * squares] = 0
-            strength = over / over.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
-            largest = torch.maximum(largest, strength[:, 1:].amax(0))
-            found.append((over[:, 0], _pearson(sums / self.tokens, self.means), strength[:, 0]))
-        over_tokens, over_texts, strengths = map(torch.cat, zip(*found, strict=True))
-        return Correlations(over_tokens, over_texts, strengths > (1 + 1e-9) * largest.max())
+            activation = over / over.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
+            largest = torch.maximum(largest, activation[:, 1:].amax(0))
+            found.append((over[:, 0], _pearson(sums / self.tokens, self.means), activation[:, 0]))
+        over_tokens, over_texts, activations = map(torch.cat, zip(*found, strict=True))
+        return Correlations(over_tokens, over_texts, activations > (1 + 1e-9) * largest.max())
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield of some units at a time, so that memory stays bounded, their squares, sums and products."""
@@ -118,8 +118,8 @@ class Correlation:
 def text_sums(
     code: Code, row: Int[Tensor, " tokens"], texts: int, units: int, weights: Float[Tensor, " tokens"] | None = None
 ) -> Float[Tensor, "texts units"]:
-    """Return the sums of all units' coefficients over the tokens of each text, each token's times its weight."""
-    values = code.values.cpu().double()
+    """Return the sums of all units' activations over the tokens of each text, each token's times its weight."""
+    values = code.activations.cpu().double()
     values = values if weights is None else values * weights.unsqueeze(-1)
     cells = row.unsqueeze(-1) * units + code.indices.cpu()
     return values.new_zeros(texts * units).index_add_(0, cells.flatten(), values.flatten()).reshape(texts, units)

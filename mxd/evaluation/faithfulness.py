@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
 from mxd.common.progress import Advance, progress
-from mxd.data.contexts import Blocks, mask_of, special_ids
+from mxd.data.contexts import Contexts, counted_positions, special_ids
 from mxd.evaluation.account import Account
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.harness import Tasks, score
@@ -225,7 +225,7 @@ def answer(
         MxdError: as ``evaluate`` and ``score``.
     """
     sets = subject.sets(together)
-    results = evaluate(subject.base, sets, subject.blocks(how.seed), how.tokens)
+    results = evaluate(subject.base, sets, subject.contexts(how.seed), how.tokens)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
     scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
@@ -236,7 +236,7 @@ def answer(
 def evaluate(
     model: FrozenModel,
     given: Mapping[str, Mapping[int, Replacement | Where]],
-    blocks: Blocks,
+    contexts: Contexts,
     tokens: int = DEFAULTS.faithfulness.tokens,
     excluded: Sequence[int] | None = None,
     forward_contexts: int | None = None,
@@ -246,7 +246,7 @@ def evaluate(
     Args:
         model: the frozen base model.
         given: name -> what is spliced in together: layers, modules, or paths and Hub references of layers.
-        blocks: the contexts, in a fixed order.
+        contexts: the text, in a fixed order.
         tokens: positions to read, rounded up to whole contexts.
         excluded: tokens that count neither as targets nor in reconstruction; by default the tokenizer's special ones.
         forward_contexts: contexts in one forward, by default about 1,024 tokens; memory grows with the vocabulary.
@@ -262,7 +262,7 @@ def evaluate(
         MxdError: no text, no sets, or replacements that do not fit the model.
     """
     ids = tuple(_special(model) if excluded is None else excluded)
-    batches = list(streamed(blocks, tokens, forward_contexts))
+    batches = list(streamed(contexts, tokens, forward_contexts))
     if not any(given.values()):
         raise MxdError("nothing to evaluate: give at least one replacement.")
     sets = {name: MeasuredSet(model, replacements, ids) for name, replacements in given.items()}
@@ -295,7 +295,7 @@ def _first_pass(
     layers = sorted({number for one in sets for number in one.layers})
     count = 0
     for batch in batches:
-        counted = torch.from_numpy(mask_of(batch, excluded))
+        counted = torch.from_numpy(counted_positions(batch, excluded))
         count += int(counted.sum())
         recorded = {n: _counted(site, counted) for n, site in model.record(_tensor(batch), layers).items()}
         for number, (_, y) in recorded.items():
@@ -323,7 +323,7 @@ def _second_pass(
     base_ce = Mean()
     for batch in batches:
         ids = _tensor(batch).to(model.device)
-        counted = torch.from_numpy(mask_of(batch, excluded)).to(model.device)
+        counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
         with model.block_outputs(layers) as below, model.watched(layers) as seen:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)

@@ -1,6 +1,6 @@
 """Can a topic be switched off? The units of each domain are masked, and the loss is measured on every domain.
 
-After Monet (ICLR 2025, section 5.1): a unit belongs to the domain where its mean coefficient is at least twice that in
+After Monet (ICLR 2025, section 5.1): a unit belongs to the domain where its mean activation is at least twice that in
 any other.
 """
 

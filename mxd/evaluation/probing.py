@@ -99,11 +99,11 @@ def evaluate_probing(
             of another model.
     """
     _check(model, layers, sets)
-    masks = {name: tuple(trained.provenance.masked_ids) for name, trained in layers.items()}
+    masks = {name: tuple(trained.provenance.excluded_ids) for name, trained in layers.items()}
     masked = {i for mask in masks.values() for i in mask}
     read = [_read(texts, model.tokenizer, how, bos, masked) for texts in sets]
     layer_sites: dict[str, Site] = {
-        name: (trained.provenance.layer, trained.layer.config.reads, masks[name]) for name, trained in layers.items()
+        name: (trained.provenance.block, trained.layer.config.reads, masks[name]) for name, trained in layers.items()
     }
     neurons = _neurons(model, sorted({number for number, _, _ in layer_sites.values()}))
     sites = dict(layer_sites)
@@ -179,7 +179,7 @@ def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[Lab
     if len(set(names)) < len(names):
         raise MxdError(f"two labelled sets have one name ({', '.join(names)}); probe them apart.")
     for trained in layers.values():
-        check_provenance(model, trained.provenance.layer, trained.provenance)
+        check_provenance(model, trained.provenance.block, trained.provenance)
 
 
 def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, masked: set[int]) -> _Read:
@@ -285,7 +285,7 @@ def _pool(
 def _shares(
     ids: Int[Tensor, "batch seq"], inside: Sequence[range], level: str, mask: Sequence[int]
 ) -> Float[Tensor, "batch seq"]:
-    """Return what each position contributes to its text's vector: nothing for BOS, padding and masked tokens."""
+    """Return what each position contributes to its text's vector: nothing for BOS, padding and excluded tokens."""
     places, (first, end) = torch.arange(ids.shape[1]), torch.tensor([(r.start, r.stop) for r in inside]).T.unsqueeze(-1)
     counted = (places >= first) & (places < end)
     counted &= ~torch.isin(ids, torch.tensor(list(mask), dtype=ids.dtype))

@@ -80,7 +80,7 @@ def evaluate_purging(
     bos: bool = True,
     batch: int = 8,
 ) -> dict[str, dict[str, Any]]:
-    """Mask the units whose coefficients correlate with a score, and measure what that does to the loss.
+    """Mask the units whose activations correlate with a score, and measure what that does to the loss.
 
     The correlation is Pearson's over tokens, as in Monet: each has the score of its text, or one of its own. Of many
     units some correlate by chance, most of all on few texts, so a unit must do so more than by chance, too: see
@@ -168,7 +168,7 @@ def _leading(found: Mapping[int, Correlations]) -> list[dict[str, Any]]:
     every = ((r, number, unit) for number, one in found.items() for unit, r in enumerate(one.over_tokens.tolist()))
     return [
         {
-            "layer": number,
+            "block": number,
             "unit": unit,
             "correlation": r,
             "correlation_texts": float(found[number].over_texts[unit]),

@@ -83,7 +83,7 @@ def evaluate_steering(
     ids = _prompt(model, how, bos)
     chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():
-        Splice(model, {trained.provenance.layer: trained})  # made for its checks: what is spliced in are steered layers
+        Splice(model, {trained.provenance.block: trained})  # made for its checks: what is spliced in are steered layers
     results = {}
     total = sum(len(numbers) + 1 for numbers in chosen.values()) * how.samples * how.tokens
     with progress(f"steering with {sum(map(len, chosen.values()))} units", total) as advance:
@@ -197,7 +197,7 @@ def _generated(
         texts = _sampled(model, trained, part, how.scale, how, prompt, advance)
         samples |= {unit: texts[i * how.samples : (i + 1) * how.samples] for i, unit in enumerate(part)}
     return {
-        "layer": trained.provenance.layer,
+        "block": trained.provenance.block,
         "prompt": how.prompt,
         "judge": None,
         "unsteered": _sampled(model, trained, [units[0]], 0.0, how, prompt, advance),
@@ -216,7 +216,7 @@ def _sampled(
     advance: Callable[[int], None],
 ) -> list[str]:
     """Return ``how.samples`` continuations for each unit, one after the other."""
-    number = trained.provenance.layer
+    number = trained.provenance.block
     steered = Steered(trained.layer, model.mlp(number), how.on, units, scale)
     draws = np.concatenate([np.random.default_rng([how.seed, n]).random((how.samples, how.tokens)) for n in units])
     with spliced(model, {number: steered}):

@@ -11,7 +11,7 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.contexts import Blocks, head_ids
+from mxd.data.contexts import Contexts, head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.ranks import weight_ranks
 from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
@@ -25,7 +25,7 @@ LEADERS = 3
 
 def answer(subject: Subject, how: StructureConfig = DEFAULTS.structure) -> dict[str, Any]:
     """Look at the units of checkpoints; errors as ``evaluate_structure``."""
-    found = evaluate_structure(subject.base, subject.trained, subject.blocks(how.seed), how)
+    found = evaluate_structure(subject.base, subject.trained, subject.contexts(how.seed), how)
     return subject.document(found, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
 
 
@@ -33,19 +33,19 @@ def answer(subject: Subject, how: StructureConfig = DEFAULTS.structure) -> dict[
 def evaluate_structure(
     model: FrozenModel,
     trained: Mapping[str, Trained],
-    blocks: Blocks,
+    contexts: Contexts,
     how: StructureConfig = DEFAULTS.structure,
     forward_contexts: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Look at the units of trained layers: their ranks, and which of them lead.
 
-    The unit that leads at a token is the one with the largest coefficient. A shared expert leads everywhere; training
+    The unit that leads at a token is the one with the largest activation. A shared expert leads everywhere; training
     with a random K is meant to end that.
 
     Args:
         model: the frozen base model.
         trained: name -> layer; the base model runs once for all of them, up to the last.
-        blocks: contexts over which leads and rates are counted.
+        contexts: the text over which leads and rates are counted.
         how: what is asked. Positions are rounded up to whole contexts; those a layer was trained without do not count.
         forward_contexts: contexts in one forward, by default about 1,024 tokens.
 
@@ -53,7 +53,7 @@ def evaluate_structure(
         Name -> mean ``normalized_rank`` and ``stable_rank`` of ``experts`` units whose weights have ``shape``, with
         their standard deviations ``*_sd``, and how many of the units are rank-``deficient``; over the text's
         ``tokens``, the unit that leads most often and its share of them, ``leader``; and for each prompt, under
-        ``leading``, the ``units`` that are strongest at its last token, with their ``strength`` there and their
+        ``leading``, the ``units`` that are strongest at its last token, with their ``activation`` there and their
         ``rate`` over the text.
 
     Raises:
@@ -63,11 +63,11 @@ def evaluate_structure(
     moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
     with evaluating(model, trained):
         with progress(f"structure: leading units of {len(trained)} layers", how.tokens) as advance:
-            for batch in streamed(blocks, how.tokens, forward_contexts):
+            for batch in streamed(contexts, how.tokens, forward_contexts):
                 for name, code, _ in codes(model, trained, batch):
                     moments[name].count(code)
-                    unit, strength = _leading(code)
-                    leaders[name] += torch.bincount(unit[strength > 0].cpu(), minlength=len(leaders[name]))
+                    unit, activation = _leading(code)
+                    leaders[name] += torch.bincount(unit[activation > 0].cpu(), minlength=len(leaders[name]))
                 advance(batch.size)
         counts = {name: min(how.experts, one.layer.num_units) for name, one in trained.items()}
         with progress(f"structure: ranks of {len(trained)} layers", sum(counts.values()), "units") as advance:
@@ -75,7 +75,7 @@ def evaluate_structure(
         prompted = leading_units(model, trained, how.prompts)
     return {
         name: {
-            "layer": one.provenance.layer,
+            "block": one.provenance.block,
             **_mean_and_spread("normalized_rank", ranks[name][0]),
             **_mean_and_spread("stable_rank", ranks[name][1]),
             "deficient": int((ranks[name][0] < 1).sum()),
@@ -98,11 +98,11 @@ def evaluate_structure(
 def leading_units(
     model: FrozenModel, trained: Mapping[str, Trained], prompts: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return for each layer and prompt the units with the largest coefficients at the last token (figure 21).
+    """Return for each layer and prompt the units with the largest activations at the last token (figure 21).
 
     Returns:
         Name -> for each prompt at whose last token a unit is active ``prompt`` and ``units``: up to three, each with
-        its ``strength``, the strongest first.
+        its ``activation``, the strongest first.
 
     Raises:
         MxdError: the model has no tokenizer, or a prompt has no token.
@@ -126,13 +126,13 @@ def _mean_and_spread(name: str, values: Float[Tensor, " units"]) -> dict[str, fl
 
 
 def _leading(code: Code) -> tuple[Int[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Return for each token the unit with the largest coefficient, and that coefficient."""
-    strength, place = code.values.max(-1)
-    return code.indices.gather(-1, place.unsqueeze(-1)).squeeze(-1), strength
+    """Return for each token the unit with the largest activation, and that activation."""
+    activation, place = code.activations.max(-1)
+    return code.indices.gather(-1, place.unsqueeze(-1)).squeeze(-1), activation
 
 
 def _strongest(code: Code) -> list[dict[str, Any]]:
-    """Return the active units of a single token with the largest coefficients, the strongest first."""
-    strengths, places = code.values[0].topk(min(LEADERS, code.values.shape[-1]))
-    found = zip(code.indices[0, places].tolist(), strengths.tolist(), strict=True)
-    return [{"unit": unit, "strength": strength} for unit, strength in found if strength > 0]
+    """Return the active units of a single token with the largest activations, the strongest first."""
+    activations, places = code.activations[0].topk(min(LEADERS, code.activations.shape[-1]))
+    found = zip(code.indices[0, places].tolist(), activations.tolist(), strict=True)
+    return [{"unit": unit, "activation": activation} for unit, activation in found if activation > 0]

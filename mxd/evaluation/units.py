@@ -16,9 +16,9 @@ from jaxtyping import Float, Int
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.progress import progress
-from mxd.data.contexts import Blocks
-from mxd.evaluation.bands import Band, BandSamples
+from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.intervals import Interval, IntervalSamples
 from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, UnitsConfig
@@ -28,8 +28,8 @@ BINS = 4
 WINDOW = (20, 8)
 """Tokens shown before and after the one that was drawn."""
 
-Strengths = dict[tuple[int, int], Float[np.ndarray, " seq"]]
-"""(unit, context) -> the unit's coefficient at each token of the context that is shown, zero at the others."""
+Activations = dict[tuple[int, int], Float[np.ndarray, " seq"]]
+"""(unit, context) -> the unit's activation at each token of the context that is shown, zero at the others."""
 
 
 def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[int] | None = None) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[
     Raises:
         MxdError: as ``evaluate_units``.
     """
-    found = evaluate_units(subject.base, subject.trained, subject.blocks(how.seed), how, shown)
+    found = evaluate_units(subject.base, subject.trained, subject.contexts(how.seed), how, shown)
     return subject.document(found, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
 
 
@@ -46,7 +46,7 @@ def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[
 def evaluate_units(
     model: FrozenModel,
     trained: Mapping[str, Trained],
-    blocks: Blocks,
+    contexts: Contexts,
     how: UnitsConfig = DEFAULTS.units,
     units: Sequence[int] | None = None,
     forward_contexts: int | None = None,
@@ -56,15 +56,16 @@ def evaluate_units(
     Args:
         model: the frozen base model.
         trained: name -> layer.
-        blocks: the contexts.
+        contexts: the text.
         how: what is asked. Positions are rounded up to whole contexts; those a layer was trained without do not count.
         units: units to show; by default those that add most (``contributing``).
         forward_contexts: contexts in one forward, by default about 1,024 tokens.
 
     Returns:
         Name -> what ``firing`` says of all units, and for each unit that is shown, under ``units``: its ``rate``, its
-        ``mean`` coefficient where it is active and its ``max``, and ``bands`` from strong to mild. Each of a band's
-        ``contexts`` holds the ``tokens`` around the one ``at``, the ``strengths`` there, and the coefficient ``value``.
+        ``mean`` activation where it is active and its ``max``, and ``intervals`` from strong to mild. Each of a
+        interval's ``contexts`` holds the ``tokens`` around the one ``at``, the ``activations`` there, and the
+        activation ``value``.
 
     Raises:
         MxdError: no layers, no text, or units that a layer does not have.
@@ -74,11 +75,11 @@ def evaluate_units(
         if wrong:
             raise MxdError(f"{name} has units 0 ... {one.layer.num_units - 1}, got {wrong[0]}.")
     moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
-    samples = {name: BandSamples(one.layer.num_units, how.contexts, how.seed) for name, one in trained.items()}
+    samples = {name: IntervalSamples(one.layer.num_units, how.contexts, how.seed) for name, one in trained.items()}
     with evaluating(model, trained), TemporaryFile() as file:
         read = width = 0
         with progress(f"units of {len(trained)} layers", how.tokens) as advance:
-            for batch in streamed(blocks, how.tokens, forward_contexts):
+            for batch in streamed(contexts, how.tokens, forward_contexts):
                 width = batch.shape[1]
                 for name, code, place in codes(model, trained, batch):
                     moments[name].count(code)
@@ -91,10 +92,12 @@ def evaluate_units(
         results = {}
         for name, one in trained.items():
             chosen = contributing(moments[name], how.top, how.shared) if units is None else units
-            bands = {unit: samples[name].bands(unit) for unit in chosen}
-            strengths = _strengths(model, one, bands, text, forward_contexts or max(1, 1024 // width))
-            pages = {str(unit): {"bands": _pages(model, unit, bands[unit], strengths, text)} for unit in chosen}
-            results[name] = {"layer": one.provenance.layer, **firing(moments[name], how.shared), "units": pages}
+            intervals = {unit: samples[name].intervals(unit) for unit in chosen}
+            activations = _activations(model, one, intervals, text, forward_contexts or max(1, 1024 // width))
+            pages = {
+                str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)} for unit in chosen
+            }
+            results[name] = {"block": one.provenance.block, **firing(moments[name], how.shared), "units": pages}
             for unit in chosen:
                 pages[str(unit)] |= {
                     key: results[name][of][unit]
@@ -107,7 +110,7 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
     """Return how often and how strongly all units fire (app. C.1).
 
     Returns:
-        ``tokens``; for every unit its rate, mean coefficient where active, and largest, in ``rates``, ``means``,
+        ``tokens``; for every unit its rate, mean activation where active, and largest, in ``rates``, ``means``,
         ``maxima``; a ``histogram`` of log10 of the rates of those that fire; how many are ``dead``; and which are
         ``shared``, active at more than ``shared_above`` of the tokens.
     """
@@ -129,7 +132,7 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
 
 
 def contributing(moments: CodeMoments, top: int, shared: float) -> list[int]:
-    """Return the units that add most, by mean coefficient times weight norm, without shared and dead ones."""
+    """Return the units that add most, by mean activation times weight norm, without shared and dead ones."""
     adds = moments.sums * moments.layer.unit_norms().detach().cpu()
     adds[(moments.rates > shared) | (moments.counts == 0)] = -1
     return [n for n in adds.argsort(descending=True, stable=True)[:top].tolist() if adds[n] >= 0]
@@ -143,19 +146,19 @@ def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [two[i][len(one[i]) :] for i in ids]  # some tokenizers drop the space of the first token
 
 
-def _strengths(
+def _activations(
     model: FrozenModel,
     one: Trained,
-    bands: Mapping[int, Sequence[Band]],
+    intervals: Mapping[int, Sequence[Interval]],
     text: Int[np.ndarray, "contexts seq"],
     per_batch: int,
-) -> Strengths:
-    """Return the units' coefficients over the contexts that are shown, by running the model over those again."""
+) -> Activations:
+    """Return the units' activations over the contexts that are shown, by running the model over those again."""
     wanted: dict[int, list[tuple[int, slice]]] = {}
-    for unit, ranges in bands.items():
-        for found in (found for band in ranges for found in band.occurrences):
+    for unit, ranges in intervals.items():
+        for found in (found for interval in ranges for found in interval.occurrences):
             wanted.setdefault(found.context, []).append((unit, _window(found.at)))
-    strengths: Strengths = {}
+    activations: Activations = {}
     order = sorted(wanted)
     for numbers in (order[i : i + per_batch] for i in range(0, len(order), per_batch)):
         places = np.zeros((len(numbers), text.shape[1]), bool)
@@ -163,15 +166,15 @@ def _strengths(
             for _, window in wanted[context]:
                 places[row, window] = True
         for _, code, place in codes(model, {"": one}, text[numbers], places):
-            values, indices = code.values.cpu().numpy(), code.indices.cpu().numpy()
+            values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
             rows, at = np.divmod(place, text.shape[1])
             for row, context in enumerate(numbers):
                 here = rows == row
                 for unit, _ in wanted[context]:
                     line = np.zeros(text.shape[1])
                     line[at[here]] = (values[here] * (indices[here] == unit)).sum(-1)
-                    strengths[unit, context] = line
-    return strengths
+                    activations[unit, context] = line
+    return activations
 
 
 def _window(at: int) -> slice:
@@ -182,22 +185,22 @@ def _window(at: int) -> slice:
 def _pages(
     model: FrozenModel,
     unit: int,
-    bands: Sequence[Band],
-    strengths: Strengths,
+    intervals: Sequence[Interval],
+    activations: Activations,
     text: Int[np.ndarray, "contexts seq"],
 ) -> list[dict[str, Any]]:
     pages = []
-    for band in bands:
+    for interval in intervals:
         contexts = []
-        for value, context, at in band.occurrences:
+        for value, context, at in interval.occurrences:
             window = _window(at)
             contexts.append(
                 {
                     "tokens": token_strings(model.tokenizer, text[context, window].tolist()),
-                    "strengths": [float(f"{strength:.4g}") for strength in strengths[unit, context][window]],
+                    "activations": [float(f"{activation:.4g}") for activation in activations[unit, context][window]],
                     "at": at - window.start,
                     "value": value,
                 }
             )
-        pages.append({"low": band.low, "high": band.high, "contexts": contexts})
+        pages.append({"low": interval.low, "high": interval.high, "contexts": contexts})
     return pages

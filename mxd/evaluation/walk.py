@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
-from mxd.data.contexts import Blocks, mask_of
+from mxd.data.contexts import Contexts, counted_positions
 from mxd.layers import Code, ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.splice import Replacement, Splice, check_provenance
@@ -31,7 +31,7 @@ TrainedSets = Mapping[str, Mapping[int, Trained]]
 
 
 def streamed(
-    blocks: Blocks, tokens: int, forward_contexts: int | None = None
+    contexts: Contexts, tokens: int, forward_contexts: int | None = None
 ) -> Iterator[Int[np.ndarray, "batch seq"]]:
     """Yield batches of contexts until ``tokens`` positions are read or the text ends; nothing is kept.
 
@@ -40,7 +40,7 @@ def streamed(
     """
     if tokens < 1:
         raise MxdError(f"tokens is {tokens}; expected at least 1.")
-    stream = blocks(0)
+    stream = contexts(0)
     first = next(stream, None)
     if first is None:
         raise MxdError("the evaluation text holds no complete context; give more text or a shorter context.")
@@ -103,8 +103,8 @@ def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[N
     if not trained:
         raise MxdError("nothing to evaluate: give at least one trained layer.")
     for one in trained.values():
-        model.check_layer(one.provenance.layer)
-        check_provenance(model, one.provenance.layer, one.provenance)
+        model.check_block(one.provenance.block)
+        check_provenance(model, one.provenance.block, one.provenance)
     with evaluation_mode((one.layer for one in trained.values()), model.device):
         yield
 
@@ -120,11 +120,11 @@ def codes(
     The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor
     those where its stored constant answers, nor, where ``places`` are given, any others.
     """
-    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.layer for one in trained.values()])
+    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.block for one in trained.values()])
     for name, one in trained.items():
-        x, y = sites[one.provenance.layer]
+        x, y = sites[one.provenance.block]
         read = one.layer.read(x, y)
-        counted = mask_of(batch, one.provenance.masked_ids) & (True if places is None else places)
+        counted = counted_positions(batch, one.provenance.excluded_ids) & (True if places is None else places)
         counted &= ~one.layer.at_bos(read).cpu().numpy()
         code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
         yield name, code, np.flatnonzero(counted)
@@ -191,14 +191,14 @@ class CodeMoments:
 
     def count(self, code: Code) -> None:
         """Count the code of a batch of tokens."""
-        values, indices = code.values.cpu().reshape(-1), code.indices.cpu().reshape(-1)
-        self.tokens += len(code.values)
+        values, indices = code.activations.cpu().reshape(-1), code.indices.cpu().reshape(-1)
+        self.tokens += len(code.activations)
         self.sums.index_add_(0, indices, values.double())
         self.counts.index_add_(0, indices, (values > 0).long())
         self.maxima.scatter_reduce_(0, indices, values.float(), "amax")
 
     def mean_code(self, like: Tensor) -> Code:
-        """Return the mean coefficients of all units as a code for every row of ``like``."""
+        """Return the mean activations of all units as a code for every row of ``like``."""
         mean = (self.sums / max(self.tokens, 1)).to(like)
         indices = torch.arange(len(mean), device=like.device)
         return Code(mean.expand(len(like), -1), indices.expand(len(like), -1), all_units=True)
@@ -215,5 +215,5 @@ class CodeMoments:
 
     @property
     def dead_share(self) -> float:
-        """Share of units that were never active."""
+        """RankPart of units that were never active."""
         return float((self.counts == 0).float().mean())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from mxd.common.errors import MxdError, unknown
-from mxd.layers.base import MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer, Start
+from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer
 from mxd.layers.code import Code, PairCode
 from mxd.layers.gates import Gate
 from mxd.layers.mumoe import CPMuMoEConfig
@@ -47,12 +47,12 @@ __all__ = [
     "AnyReplacement",
     "Code",
     "Gate",
+    "Initialisation",
     "MLPShape",
     "MLPWeights",
     "PairCode",
     "ReplacementConfig",
     "ReplacementLayer",
-    "Start",
     "parse_layer",
     "size",
 ]

@@ -32,7 +32,7 @@ C = TypeVar("C", bound="ReplacementConfig")
 T = TypeVar("T")
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-Start = Literal["paper", "centred"]
+Initialisation = Literal["paper", "centred"]
 
 BOS_RADIUS = 0.05
 """An input counts as that of BOS up to this distance, relative to its norm. In float32 BOS's own is below 1e-5 away. At
@@ -105,7 +105,7 @@ class ReplacementConfig(BaseModel, ABC):
         """The number of learnable parameters: all but a stored constant."""
 
     @abstractmethod
-    def inherit(self, mlp: MLPShape) -> "ReplacementConfig":
+    def resolve(self, mlp: MLPShape) -> "ReplacementConfig":
         """Return a copy whose open fields are taken from the base MLP (all but ``num_units``)."""
 
     @abstractmethod
@@ -126,12 +126,12 @@ class ReplacementConfig(BaseModel, ABC):
         if missing:
             raise MxdError(
                 f"cannot build {self.label}: {', '.join(missing)} not set; "
-                "call config.inherit(mlp_shape) and mxd.layers.size(...), or give the values."
+                "call config.resolve(mlp_shape) and mxd.layers.size(...), or give the values."
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layer = self._make()
-        layer.sparsity.begin(seed)
+        layer.sparsity.seed(seed)
         return layer
 
     def sized(self: C, budget: int) -> C:
@@ -161,7 +161,7 @@ class ReplacementConfig(BaseModel, ABC):
         """A name for folders: the method and its sparsity, for example ``mxd-k32``."""
         return f"{self.label.lower()}-{self.sparsity.slug}"
 
-    def given(self: C, **fields: object) -> C:
+    def with_defaults(self: C, **fields: object) -> C:
         """Return a validated copy with the fields that are still ``None`` here set to the given values."""
         open_fields = {k: v for k, v in fields.items() if getattr(self, k) is None}
         return type(self).model_validate(self.model_dump() | open_fields)
@@ -281,7 +281,9 @@ class ReplacementLayer(nn.Module, ABC):
         return self.sparsity.penalty(code, self.unit_norms, self.factor_norms)
 
     @torch.no_grad()
-    def start(self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Start = "paper") -> None:
+    def initialise(
+        self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Initialisation = "paper"
+    ) -> None:
         """Take from the data what training begins with.
 
         Args:
@@ -341,11 +343,11 @@ class ReplacementLayer(nn.Module, ABC):
 
 def code_product(code: Code, weight: Tensor) -> Tensor:
     """Return ``a @ weight`` for the code ``a``: dense where all units are listed, sparse elsewhere."""
-    if code.all_units and len(code.values) > 1 and code.values.stride(0) == 0:
-        return (code.values[:1] @ weight).expand(len(code.values), -1)  # one code for every token
+    if code.all_units and len(code.activations) > 1 and code.activations.stride(0) == 0:
+        return (code.activations[:1] @ weight).expand(len(code.activations), -1)  # one code for every token
     if code.all_units:
-        return code.values @ weight
-    return sparse_decode(code.values, code.indices, weight, code.selection)
+        return code.activations @ weight
+    return sparse_decode(code.activations, code.indices, weight, code.selection)
 
 
 def linear_init(rows: int, columns: int, fan_in: int) -> nn.Parameter:

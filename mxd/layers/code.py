@@ -20,12 +20,12 @@ LISTED = 2**26
 
 @dataclass
 class Code:
-    """A sparse code: unit ``indices[..., k]`` is active with ``values[..., k]``; zero means not active.
+    """A sparse code: unit ``indices[..., k]`` is active with ``activations[..., k]``; zero means not active.
 
     A code is a set: the order of its entries does not matter, and no unit is listed twice for a token.
     """
 
-    values: Float[Tensor, "*batch k"]
+    activations: Float[Tensor, "*batch k"]
     indices: Int[Tensor, "*batch k"]
     all_units: bool = False
     """The indices are 0 ... N - 1 in order, so that a dense product may be used."""
@@ -34,32 +34,32 @@ class Code:
 
     def reshape(self, lead: Sequence[int]) -> "Code":
         """Return the same code with these leading dimensions in place of its own."""
-        shape = (*lead, self.values.shape[-1])
-        return replace(self, values=self.values.reshape(shape), indices=self.indices.reshape(shape))
+        shape = (*lead, self.activations.shape[-1])
+        return replace(self, activations=self.activations.reshape(shape), indices=self.indices.reshape(shape))
 
     def at(self, tokens: Bool[Tensor, " tokens"]) -> "Code":
         """Return the code of some tokens, of a code with one leading dimension."""
-        return Code(self.values[tokens], self.indices[tokens], self.all_units)
+        return Code(self.activations[tokens], self.indices[tokens], self.all_units)
 
-    def with_values(self, values: Float[Tensor, "*batch k"]) -> "Code":
-        """Return the code with other activations for the units that it lists."""
-        return Code(values, self.indices, self.all_units, self.selection)
+    def with_activations(self, activations: Float[Tensor, "*batch k"]) -> "Code":
+        """Return the code with other activations of the units that it lists."""
+        return Code(activations, self.indices, self.all_units, self.selection)
 
     def without(self, units: Bool[Tensor, " units"]) -> "Code":
         """Return the code with some units switched off."""
-        return self.with_values(self.values.masked_fill(units[self.indices], 0))
+        return self.with_activations(self.activations.masked_fill(units[self.indices], 0))
 
     def zero(self) -> Float[Tensor, ""]:
         """Return zero in the dtype of the activations, on their device."""
-        return self.values.new_zeros(())
+        return self.activations.new_zeros(())
 
     def active_count(self) -> Int[Tensor, ""]:
         """Return the number of active units, summed over tokens."""
-        return (self.values > 0).sum()
+        return (self.activations > 0).sum()
 
     def active_units(self, units: int) -> Bool[Tensor, " units"]:
         """Return which of all units are active at any token."""
-        active = self.values > 0
+        active = self.activations > 0
         if self.all_units:
             return active.reshape(-1, units).any(0)
         found = torch.zeros(units, dtype=torch.bool, device=active.device)
@@ -76,9 +76,9 @@ class PairCode(Code):
         self.all_units, self.selection = False, None
 
     @property
-    def values(self) -> Float[Tensor, "*batch k"]:  # type: ignore[override]
+    def activations(self) -> Float[Tensor, "*batch k"]:  # type: ignore[override]
         """Activations of the active pairs, as a list."""
-        return self._listed.values
+        return self._listed.activations
 
     @property
     def indices(self) -> Int[Tensor, "*batch k"]:  # type: ignore[override]

@@ -40,7 +40,7 @@ class EncodedConfig(ReplacementConfig):
         """Parameters of the encoder, biases included."""
         return (2 if self.glu else 1) * (self.hidden or 0) * ((self.d_in or 0) + 1)
 
-    def inherit_encoder(self: C, mlp: MLPShape) -> C:
+    def resolve_encoder(self: C, mlp: MLPShape) -> C:
         """Return a copy with widths, activation and encoder form taken from the base MLP.
 
         Raises:
@@ -52,7 +52,7 @@ class EncodedConfig(ReplacementConfig):
                 raise MxdError(
                     f"{self.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
                 )
-        return self.given(d_in=mlp.d_in, d_out=mlp.d_out, **known)
+        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
 
 
 class DenseEncoder(nn.Module):

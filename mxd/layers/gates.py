@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.ops import Proposals, Selection, topk_linear
+from mxd.ops import CandidateDtype, Selection, topk_linear
 
 MOST_SCORES = 2**30
 """Pre-activations that are formed at a time at most: 4 GiB in float32."""
@@ -39,14 +39,14 @@ class Gate(ABC):
 
     @abstractmethod
     def top(
-        self, x: Float[Tensor, "tokens d_in"], k: int, proposals: Proposals, selection: Selection
+        self, x: Float[Tensor, "tokens d_in"], k: int, candidates: CandidateDtype, selection: Selection
     ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
         """Return the ``k`` largest of ``relu(scores)`` of each token with the numbers of their units.
 
         Args:
             x: what the layer reads.
             k: how many.
-            proposals: what all pre-activations may be formed in before the largest are formed exactly.
+            candidates: what all pre-activations may be formed in before the largest are formed exactly.
             selection: a new one, for whoever decodes by the same indices.
         """
 
@@ -75,10 +75,10 @@ class LinearGate(Gate):
         self.units = len(bias)
 
     def top(
-        self, x: Float[Tensor, "tokens d_in"], k: int, proposals: Proposals, selection: Selection
+        self, x: Float[Tensor, "tokens d_in"], k: int, candidates: CandidateDtype, selection: Selection
     ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
         """As ``Gate.top``, tile by tile: the dense pre-activations never exist."""
-        return topk_linear(x, self.weight, self.bias, k, proposals, selection)
+        return topk_linear(x, self.weight, self.bias, k, candidates, selection)
 
     def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
         """Return the units' rows and biases."""

@@ -44,9 +44,9 @@ class CPMuMoEConfig(EncodedConfig):
         d, o, n, h, r = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden, self.rank))
         return self.encoder_params + n * (d + 1) + n * r + h * r + r * o + o
 
-    def inherit(self, mlp: MLPShape) -> "CPMuMoEConfig":
+    def resolve(self, mlp: MLPShape) -> "CPMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and the rank from ``rank_share``."""
-        return self.inherit_encoder(mlp).given(rank=max(1, round(self.rank_share * mlp.d_out)))
+        return self.resolve_encoder(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
 
     def paper_units(self, width: int) -> int:
         """Return N that matches the true parameters of the transcoder; the paper states no convention of its own."""

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import MLPShape, MLPWeights, ReplacementLayer, Start, code_product, linear_init, zeros
+from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementLayer, code_product, linear_init, zeros
 from mxd.layers.code import Code
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 from mxd.layers.gates import LinearGate
@@ -35,9 +35,9 @@ class MxDConfig(EncodedConfig):
         d, o, n, h = self.d_in or 0, self.d_out or 0, self.num_units or 0, self.hidden or 0
         return self.encoder_params + n * (d + 1) + n * o + h * o + o
 
-    def inherit(self, mlp: MLPShape) -> "MxDConfig":
+    def resolve(self, mlp: MLPShape) -> "MxDConfig":
         """Take widths, activation and encoder form from the base MLP."""
-        return self.inherit_encoder(mlp)
+        return self.resolve_encoder(mlp)
 
     def paper_units(self, width: int) -> int:
         """Return N of the paper's table 2, from its two conventions (one for each encoder form).
@@ -54,8 +54,9 @@ class MxDConfig(EncodedConfig):
 
 
 SPREAD = 2.0
-"""What ``start: centred`` multiplies the drawn ``C`` by. ``D`` learns through the signs of ``C``: where these are small
-against what ``C`` learns, all experts come to share the few directions that ``D`` learns first (docs/recipes.md)."""
+"""What ``initialisation: centred`` multiplies the drawn ``C`` by. ``D`` learns through the signs of ``C``: where these
+are small against what ``C`` learns, all experts come to share the few directions that ``D`` learns first
+(docs/recipes.md)."""
 
 
 class MxD(ReplacementLayer):
@@ -113,9 +114,9 @@ class MxD(ReplacementLayer):
         self.expert_scale.data[0] = 1.0
 
     @torch.no_grad()
-    def start(self, mean_in: Tensor, mean_out: Tensor, start: Start = "paper") -> None:
+    def initialise(self, mean_in: Tensor, mean_out: Tensor, start: Initialisation = "paper") -> None:
         """As the base's; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
-        super().start(mean_in, mean_out, start)
+        super().initialise(mean_in, mean_out, start)
         if start == "centred":
             self.expert_scale.mul_(SPREAD)
 

@@ -41,9 +41,9 @@ class TopKSAEConfig(ReplacementConfig):
         """Encoder with biases, decoder and output bias."""
         return transcoder_params(self.d_in or 0, self.d_out or 0, self.num_units or 0)
 
-    def inherit(self, mlp: MLPShape) -> "TopKSAEConfig":
+    def resolve(self, mlp: MLPShape) -> "TopKSAEConfig":
         """Take both widths from the base MLP's output."""
-        return self.given(d_in=mlp.d_out, d_out=mlp.d_out)
+        return self.with_defaults(d_in=mlp.d_out, d_out=mlp.d_out)
 
     def paper_units(self, width: int) -> int:
         """Return ``width``, as a transcoder's."""

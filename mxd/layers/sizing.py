@@ -20,7 +20,7 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     The budget is that of a transcoder of width ``expansion * d_in`` (MxD, section 3.1 and table 2).
 
     Args:
-        config: a config whose widths are known (``config.inherit(mlp_shape)``).
+        config: a config whose widths are known (``config.resolve(mlp_shape)``).
         expansion: the transcoder's width as a multiple of the model's.
         match: ``exact`` counts true parameters of both; ``paper`` follows the conventions behind the paper's table 2.
 

@@ -1,6 +1,6 @@
 """How units are chosen. Each kind is a frozen config and a small module whose state lives in the state dict.
 
-All apply ReLU to the pre-activations first, so coefficients are non-negative (MxD, section 2.4; Gao et al., TopK).
+All apply ReLU to the pre-activations first, so activations are non-negative (MxD, section 2.4; Gao et al., TopK).
 """
 
 import random
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mxd.layers.code import Code
 from mxd.layers.gates import Gate
-from mxd.ops import Proposals, Selection
+from mxd.ops import CandidateDtype, Selection
 
 Norms = Callable[[], Float[Tensor, " units"]]
 Weighting = Literal["none", "factor", "norm"]
@@ -28,14 +28,14 @@ class Sparsity(nn.Module, ABC):
     layer, and changes in training mode only.
     """
 
-    proposals: Proposals = "float32"
+    candidates: CandidateDtype = "float32"
     """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
         """Return the code of some tokens."""
 
-    def begin(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:
         """Take from a run's seed what is drawn in training; most kinds draw nothing."""
 
     @abstractmethod
@@ -45,8 +45,8 @@ class Sparsity(nn.Module, ABC):
     def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
         """Return the code of the ``k`` largest positive pre-activations of each token."""
         selection = Selection()
-        values, indices = gate.top(x, k, self.proposals if self.training else "float32", selection)
-        return Code(values, indices, selection=selection)
+        activations, indices = gate.top(x, k, self.candidates if self.training else "float32", selection)
+        return Code(activations, indices, selection=selection)
 
 
 class SparsityConfig(BaseModel, ABC):
@@ -202,7 +202,7 @@ class RandomK(Sparsity):
         self.reach = k // spread
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
 
-    def begin(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:
         """Begin at a place of the seed's own: 2^32 draws lie between two neighbouring seeds."""
         self.draws.fill_(seed % 2**31 << 32)
 
@@ -222,10 +222,10 @@ class RandomK(Sparsity):
 class ReLUL1(Sparsity):
     """``a = relu(x G + b_G)`` with ``l1 * mean_tokens sum_n |a_n| w_n`` in the loss.
 
-    The MxD paper prints ``lambda ||.||_1`` on the coefficients and does not say whether rows are held at some norm.
-    Where they are not, half the coefficient and twice the row are the same function at half the penalty; weighted by
+    The MxD paper prints ``lambda ||.||_1`` on the activations and does not say whether rows are held at some norm.
+    Where they are not, half the activation and twice the row are the same function at half the penalty; weighted by
     ``norm`` or ``factor`` they cost the same. To hold rows at unit norm would add nothing to ``factor``, since
-    ``a_n ||c_n||`` is the coefficient that such a layer has.
+    ``a_n ||c_n||`` is the activation that such a layer has.
     """
 
     def __init__(self, l1: float, weighting: Weighting) -> None:
@@ -237,9 +237,9 @@ class ReLUL1(Sparsity):
         return _every_unit(torch.relu(_one_head(gate, x)))
 
     def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
-        """Return the weighted L1 norm of the coefficients, averaged over tokens."""
+        """Return the weighted L1 norm of the activations, averaged over tokens."""
         norms = {"none": None, "factor": factor_norms, "norm": unit_norms}[self.weighting]
-        rows = code.values.reshape(-1, code.values.shape[-1])
+        rows = code.activations.reshape(-1, code.activations.shape[-1])
         return self.l1 * (rows.sum(-1) if norms is None else rows @ norms()).mean()
 
 
@@ -270,6 +270,7 @@ def _one_head(gate: Gate, x: Tensor) -> Tensor:
     return gate.scores(x).squeeze(1)
 
 
-def _every_unit(values: Tensor) -> Code:
+def _every_unit(activations: Tensor) -> Code:
     """Return the code that lists all units in order."""
-    return Code(values, torch.arange(values.shape[-1], device=values.device).expand(values.shape), all_units=True)
+    units = torch.arange(activations.shape[-1], device=activations.device)
+    return Code(activations, units.expand(activations.shape), all_units=True)

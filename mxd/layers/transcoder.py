@@ -33,9 +33,9 @@ class TranscoderConfig(ReplacementConfig):
         d, o = self.d_in or 0, self.d_out or 0
         return transcoder_params(d, o, self.num_units or 0) + (d * o if self.skip else 0)
 
-    def inherit(self, mlp: MLPShape) -> "TranscoderConfig":
+    def resolve(self, mlp: MLPShape) -> "TranscoderConfig":
         """Take the widths from the base MLP."""
-        return self.given(d_in=mlp.d_in, d_out=mlp.d_out)
+        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
 
     def paper_units(self, width: int) -> int:
         """Return ``width``: the paper gives the skip transcoder the skip on top."""

@@ -56,61 +56,61 @@ class FrozenModel:
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
 
     @property
-    def num_layers(self) -> int:
+    def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
 
-    def check_layer(self, layer: int) -> None:
+    def check_block(self, block: int) -> None:
         """Check that a block exists.
 
         Raises:
-            MxdError: the layer is out of range.
+            MxdError: the block is out of range.
         """
-        if not 0 <= layer < self.num_layers:
-            raise MxdError(f"layer {layer} is out of range: {self.source} has layers 0 ... {self.num_layers - 1}.")
+        if not 0 <= block < self.num_blocks:
+            raise MxdError(f"block {block} is out of range: {self.source} has blocks 0 ... {self.num_blocks - 1}.")
 
-    def slot(self, layer: int) -> tuple[nn.Module, str]:
+    def slot(self, block: int) -> tuple[nn.Module, str]:
         """Return the module and attribute that hold the block's MLP, so that ``setattr`` replaces it."""
-        self.check_layer(layer)
-        return mlp_slot(self.blocks[layer])
+        self.check_block(block)
+        return mlp_slot(self.blocks[block])
 
-    def mlp(self, layer: int) -> nn.Module:
+    def mlp(self, block: int) -> nn.Module:
         """Return the block's MLP module, or what is spliced in its place."""
-        parent, name = self.slot(layer)
+        parent, name = self.slot(block)
         return cast(nn.Module, getattr(parent, name))
 
-    def mlp_widths(self, layer: int) -> tuple[int, int]:
+    def mlp_widths(self, block: int) -> tuple[int, int]:
         """Return the input and output width of the block's MLP.
 
         Raises:
             MxdError: it does not map one tensor to one tensor of the same shape.
         """
-        mlp = getattr(self.mlp(layer), "base", self.mlp(layer))  # of a spliced block: the MLP it had
-        return mlp_widths(mlp, self.module, f"{self.source}: the MLP of layer {layer}")
+        mlp = getattr(self.mlp(block), "base", self.mlp(block))  # of a spliced block: the MLP it had
+        return mlp_widths(mlp, self.module, f"{self.source}: the MLP of block {block}")
 
-    def mlp_shape(self, layer: int) -> MLPShape:
+    def mlp_shape(self, block: int) -> MLPShape:
         """Return the form of the block's MLP, with ``None`` where it cannot be read."""
-        return mlp_shape(self.mlp(layer), self.config, self.mlp_widths(layer))
+        return mlp_shape(self.mlp(block), self.config, self.mlp_widths(block))
 
-    def mlp_weights(self, layer: int) -> MLPWeights:
+    def mlp_weights(self, block: int) -> MLPWeights:
         """Return the MLP's weights in this project's layout.
 
         Raises:
             MxdError: the MLP's form is not one of ``FAMILIES``, its gate has a bias, or its weights are in 8 bits.
         """
-        mlp = self.mlp(layer)
+        mlp = self.mlp(block)
         if self.dtype == "int8":
             raise MxdError(f"{self.source} is loaded in 8 bits; load it in float32 to copy the weights of an MLP.")
         return mlp_weights(mlp)
 
-    def fingerprint(self, layer: int) -> str:
+    def fingerprint(self, block: int) -> str:
         """Return a short hash of the block's MLP weights; the same in float32, bfloat16 and where copied.
 
         A strided sample of each tensor, rounded to bfloat16, is hashed: replacements carry it, so that splicing
-        into another model or another layer is noticed whatever the model is called.
+        into another model or another block is noticed whatever the model is called.
         """
         digest = hashlib.sha256()
-        _sample(digest, self.mlp(layer).parameters())
+        _sample(digest, self.mlp(block).parameters())
         return digest.hexdigest()[:16]
 
     def base_fingerprint(self) -> str:
@@ -137,30 +137,30 @@ class FrozenModel:
 
     @torch.no_grad()
     def record(
-        self, ids: Int[Tensor, "batch seq"], layers: Sequence[int]
+        self, ids: Int[Tensor, "batch seq"], blocks: Sequence[int]
     ) -> dict[int, tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]]]:
-        """Return the MLPs' inputs and outputs at some layers; the forward stops after the last of them."""
-        with self.watched(layers, stop=True) as found:
+        """Return the MLPs' inputs and outputs at some blocks; the forward stops after the last of them."""
+        with self.watched(blocks, stop=True) as found:
             self.module(input_ids=ids.to(self.device), use_cache=False)
         return found
 
     @contextmanager
-    def watched(self, layers: Sequence[int], stop: bool = False) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-        """Collect ``layer -> (MLP input, MLP output)`` of the forwards of this context.
+    def watched(self, blocks: Sequence[int], stop: bool = False) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+        """Collect ``block -> (MLP input, MLP output)`` of the forwards of this context.
 
-        With ``stop``, a forward ends after the last of the layers, and the context ends with it.
+        With ``stop``, a forward ends after the last of the blocks, and the context ends with it.
         """
         found: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def keep(layer: int) -> Callable[..., None]:
+        def keep(block: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                found[layer] = (args[0], output)
-                if stop and layer == max(layers):
+                found[block] = (args[0], output)
+                if stop and block == max(blocks):
                     raise _StopForward
 
             return hook
 
-        handles = [self.mlp(layer).register_forward_hook(keep(layer)) for layer in sorted(set(layers))]
+        handles = [self.mlp(block).register_forward_hook(keep(block)) for block in sorted(set(blocks))]
         try:
             yield found
         except _StopForward:
@@ -170,35 +170,35 @@ class FrozenModel:
                 handle.remove()
 
     @contextmanager
-    def resumed(self, layer: int, hidden: Any) -> Iterator[None]:
-        """Run forwards from block ``layer`` on: the blocks below hand on ``hidden`` without computing anything.
+    def resumed(self, block: int, hidden: Any) -> Iterator[None]:
+        """Run forwards from block ``block`` on: the blocks below hand on ``hidden`` without computing anything.
 
         Args:
-            layer: the first block that runs.
-            hidden: what block ``layer - 1`` returned for the same input (``block_outputs``); unused for layer 0.
+            block: the first block that runs.
+            hidden: what block ``block - 1`` returned for the same input (``block_outputs``); unused for block 0.
         """
-        below = [unwrap(block) for block in self.blocks[:layer]]  # a bridge around it hands on what it is given
-        own = [block.__dict__.get("forward") for block in below]  # set where accelerate has hooked a block
-        for block in below:
-            block.forward = lambda *args, **kwargs: hidden
+        below = [unwrap(module) for module in self.blocks[:block]]  # a bridge around it hands on what it is given
+        own = [module.__dict__.get("forward") for module in below]  # set where accelerate has hooked a block
+        for module in below:
+            module.forward = lambda *args, **kwargs: hidden
         try:
             yield
         finally:
-            for block, forward in zip(below, own, strict=True):
+            for module, forward in zip(below, own, strict=True):
                 if forward is None:
-                    del block.forward
+                    del module.forward
                 else:
-                    block.forward = forward
+                    module.forward = forward
 
     @contextmanager
-    def block_outputs(self, layers: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """Collect, for each given layer, what the block below it returns in the forwards of this context."""
+    def block_outputs(self, blocks: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """Collect, for each given block, what the block below it returns in the forwards of this context."""
         found: dict[int, Any] = {}
 
-        def keep(layer: int) -> Callable[..., None]:
-            return lambda module, args, output: found.__setitem__(layer, output)
+        def keep(block: int) -> Callable[..., None]:
+            return lambda module, args, output: found.__setitem__(block, output)
 
-        handles = [unwrap(self.blocks[layer - 1]).register_forward_hook(keep(layer)) for layer in layers if layer > 0]
+        handles = [unwrap(self.blocks[block - 1]).register_forward_hook(keep(block)) for block in blocks if block > 0]
         try:
             yield found
         finally:

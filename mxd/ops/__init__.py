@@ -4,6 +4,14 @@
 ``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
 """
 
-from mxd.ops.sparse import Proposals, Selection, metered_as, proposals_on, sparse_decode, topk_linear, use_triton
+from mxd.ops.sparse import (
+    CandidateDtype,
+    Selection,
+    candidate_dtype,
+    metered_as,
+    sparse_decode,
+    topk_linear,
+    use_triton,
+)
 
-__all__ = ["Proposals", "Selection", "metered_as", "proposals_on", "sparse_decode", "topk_linear", "use_triton"]
+__all__ = ["CandidateDtype", "Selection", "candidate_dtype", "metered_as", "sparse_decode", "topk_linear", "use_triton"]

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
 
-Proposals = Literal["float32", "bfloat16"]
+CandidateDtype = Literal["float32", "bfloat16"]
 
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 """Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
@@ -28,7 +28,7 @@ SPARE = 16
 """Units proposed in bfloat16 beyond ``2 k``: enough that hardly a row's choice is left unproven, from K = 1 on."""
 
 WORTH = 64
-"""Proposals pay where there are more than so many units for each one proposed."""
+"""Candidates pay where there are more than so many units for each one proposed."""
 
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
@@ -55,7 +55,7 @@ class _Settings:
 _settings = _Settings()
 
 
-def proposals_on(device: torch.device, asked: Literal["auto"] | Proposals = "auto") -> Proposals:
+def candidate_dtype(device: torch.device, asked: Literal["auto"] | CandidateDtype = "auto") -> CandidateDtype:
     """Return what was asked for; for ``auto``, ``bfloat16`` where a device has instructions of its own for it."""
     if asked != "auto":
         return asked
@@ -65,8 +65,8 @@ def proposals_on(device: torch.device, asked: Literal["auto"] | Proposals = "aut
     return "bfloat16" if device.type == "cpu" and has() else "float32"
 
 
-def proposals_pay(k: int, units: int) -> bool:
-    """Return whether units are many enough for proposals in bfloat16; where not, all is float32 whatever is asked."""
+def candidates_pay(k: int, units: int) -> bool:
+    """Return whether units are many enough for candidates in bfloat16; where not, all is float32 whatever is asked."""
     return (2 * k + SPARE) * WORTH <= units
 
 
@@ -134,7 +134,7 @@ def topk_linear(
     weight: Float[Tensor, "units d_in"],
     bias: Float[Tensor, " units"],
     k: int,
-    proposals: Proposals = "float32",
+    candidates: CandidateDtype = "float32",
     selection: Selection | None = None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices, in no fixed order.
@@ -146,16 +146,16 @@ def topk_linear(
         weight: one row per unit.
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
-        proposals: ``float32`` forms pre-activations in ``x``'s dtype. ``bfloat16`` forms them all in bfloat16, where
+        candidates: ``float32`` forms pre-activations in ``x``'s dtype. ``bfloat16`` forms them all in bfloat16, where
             that pays, and the ``2 k + 16`` largest anew in ``x``'s dtype, of which the ``k`` largest are returned; rows
             where another unit might be larger than those are searched again in full. So values and units are those of
-            float32 (or float64) up to the rounding of its sums, also where TF32 is allowed: ``_proposed`` says what is
-            proven, and what is assumed of the device. Where ``x`` has 16 bits itself, nothing is proposed.
+            float32 (or float64) up to the rounding of its sums, also where TF32 is allowed: ``_from_candidates`` says
+            what is proven, and what is assumed of the device. Where ``x`` has 16 bits itself, nothing is proposed.
         selection: a new one, to hand to the ``sparse_decode`` of what is returned.
     """
     if x.device.type not in DEVICES:
         return reference.topk_linear(x, weight, bias, k)
-    return _TopKLinear.apply(x, weight, bias, k, proposals, selection or Selection())
+    return _TopKLinear.apply(x, weight, bias, k, candidates, selection or Selection())
 
 
 def sparse_decode(
@@ -263,7 +263,7 @@ def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, T
     return values, indices
 
 
-def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _from_candidates(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As ``_largest``, from a bfloat16 product and a proof, row by row, that no other unit belongs among the ``k``.
 
     Proven of every row that is not searched anew in full: no unit but those proposed has a pre-activation, summed in
@@ -274,7 +274,7 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
     and Schwarz); these norms are measured. Assumed of the device: its bfloat16 product of width d errs by at most
     ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as float32 additions do, rounded or cut off, and is rounded or cut off to
     bfloat16 once, at the end. A float32 sum errs by half of that; the other half is more than the rounding of the
-    norms and of this comparison. So where the least of the units proposed, plus all this, is no more than the k-th
+    norms and of this comparison. So where the least of the candidates, plus all this, is no more than the k-th
     largest, none is missed.
 
     Numbers below 2^-126 may count as zero anywhere (bfloat16 instructions drop them). A square that is lost so takes at
@@ -284,7 +284,7 @@ def _proposed(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, 
 
     Of sums that overflow, nothing is proven.
     """
-    if not proposals_pay(k, len(weight)):
+    if not candidates_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
     count = 2 * k + SPARE
     low_x, x_norm, x_error = _lowered(x)
@@ -342,11 +342,11 @@ def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _TopKLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, proposals: Proposals, selection: Selection
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, candidates: CandidateDtype, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        if proposals == "bfloat16" and x.dtype in (torch.float32, torch.float64):
+        if candidates == "bfloat16" and x.dtype in (torch.float32, torch.float64):
             with _exact(x.device):
-                values, indices = _proposed(x, weight, bias, k)
+                values, indices = _from_candidates(x, weight, bias, k)
         else:
             values, indices = _largest(x, weight, bias, k)
         values = values.relu_()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mxd.common.errors import MxdError
 from mxd.config import RunConfig
-from mxd.data.exchange import Share
+from mxd.data.exchange import RankPart
 from mxd.layers import ReplacementConfig, size
 from mxd.model.frozen import FrozenModel
 
@@ -17,13 +17,13 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
         MxdError: a layer out of range, a size that does not fit, or two replacements that are the same.
     """
     plans: dict[str, tuple[int, ReplacementConfig]] = {}
-    for number in config.layers:
-        base.check_layer(number)
+    for number in config.blocks:
+        base.check_block(number)
         shape = base.mlp_shape(number)
         for wanted in config.replacements:
-            complete = size(wanted.inherit(shape), config.sizing.expansion, config.sizing.match)
+            complete = size(wanted.resolve(shape), config.sizing.expansion, config.sizing.match)
             complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
-            name = f"layer{number}-{complete.slug}"
+            name = f"block{number}-{complete.slug}"
             taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
             if any(plans[n] == (number, complete) for n in taken):
                 raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
@@ -32,20 +32,20 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
 
 
 @dataclass(frozen=True)
-class Division:
+class ParallelLayout:
     """Groups of processes, each with replacements of its own; the processes of a group divide each batch."""
 
     groups: tuple[tuple[str, ...], ...]
     """The replacements that each group trains."""
     parts: int
     """Processes in a group."""
-    shares: tuple[Share, ...]
+    shares: tuple[RankPart, ...]
     """What each process takes of the stream: group 0's processes come first."""
 
 
-def divide(
+def parallel_layout(
     plans: Mapping[str, tuple[int, ReplacementConfig]], world: int, batch_tokens: int, groups: int | None = None
-) -> Division:
+) -> ParallelLayout:
     """Spread replacements over the processes of a launch.
 
     Groups cost nothing, as they train apart; the processes of one group exchange gradients. So there are by default as
@@ -80,8 +80,8 @@ def divide(
         loads[lightest] += plans[name][1].num_params
         members[lightest].append(name)
     wanted = [tuple(sorted({plans[name][0] for name in names})) for names in members]
-    return Division(
+    return ParallelLayout(
         groups=tuple(tuple(sorted(names, key=list(plans).index)) for names in members),
         parts=parts,
-        shares=tuple(Share(wanted[rank // parts], rank % parts, parts) for rank in range(world)),
+        shares=tuple(RankPart(wanted[rank // parts], rank % parts, parts) for rank in range(world)),
     )

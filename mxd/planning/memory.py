@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,15 @@ from mxd.common.processes import ALONE, Processes, local_device
 from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.data.activations import buffer_bytes
+from mxd.data.tables import DOCUMENTS, find_files
 from mxd.data.text import BUNDLED
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
 from mxd.layers.sparsity import TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
-from mxd.ops import Proposals, metered_as, proposals_on
-from mxd.planning.layout import Division, divide, plan_layers
+from mxd.ops import CandidateDtype, candidate_dtype, metered_as
+from mxd.planning.layout import ParallelLayout, parallel_layout, plan_layers
 from mxd.planning.profiler import Cost, meter
 
 ADAM_BYTES = 28
@@ -34,6 +34,10 @@ ADAM_BYTES = 28
 
 TEXT_BYTES = 5
 """Memory for each byte of a local text: documents, the tables they are read from, and token ids; measured."""
+
+
+GZIP_RATIO = 4
+"""What text in .gz files is taken to unpack to, times their size."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Plan:
     """The same beside the device; empty where the device is the CPU."""
     disk: dict[str, int]
     """Part -> bytes."""
-    division: Division
+    layout: ParallelLayout
     """Who trains what, in a launch of many processes; the memory is that of the process that needs most."""
     site_bytes: dict[int, int]
     """Block -> bytes of a token's activations there, input and output."""
@@ -94,7 +98,7 @@ def plan_run(
         config: the run.
         model: a loaded base model, used in place of ``config.model.source``.
         world: processes that train together.
-        groups: groups of them (``divide``).
+        groups: groups of them (``parallel_layout``).
         shard: whether a group's processes divide weights, gradients and moments among them.
 
     Raises:
@@ -110,11 +114,11 @@ def plan_run(
     dtype = config.model.dtype if loaded is None else loaded.dtype
     shape.module.to(DTYPES.get(dtype, torch.float32))
     replacements = plan_layers(config, shape)
-    division = divide(replacements, world, config.training.batch_tokens, groups)
-    parts = _Parts(config, shape, dtype, replacements, division, shard, device, loaded)
+    layout = parallel_layout(replacements, world, config.training.batch_tokens, groups)
+    parts = _Parts(config, shape, dtype, replacements, layout, shard, device, loaded)
     if config.training.accumulation != "auto":
         return parts.plan(config.training.accumulation)
-    plans = (parts.plan(number) for number in _divisors(config.training.batch_tokens // division.parts))
+    plans = (parts.plan(number) for number in _divisors(config.training.batch_tokens // layout.parts))
     first = next(plans)
     return next(filter(_fits, itertools.chain([first], plans)), first)
 
@@ -132,13 +136,13 @@ class _Parts:
         shape: FrozenModel,
         dtype: str,
         replacements: dict[str, tuple[int, ReplacementConfig]],
-        division: Division,
+        layout: ParallelLayout,
         shard: bool,
         device: torch.device,
         loaded: FrozenModel | None,
     ) -> None:
-        self.config, self.device, self.replacements, self.division = config, device, replacements, division
-        self.shards = division.parts if shard else 1
+        self.config, self.device, self.replacements, self.layout = config, device, replacements, layout
+        self.shards = layout.parts if shard else 1
         tensors = [*shape.module.parameters(), *shape.module.buffers()]
         self.weights = sum(t.numel() * t.element_size() for t in tensors)
         if dtype == "int8":
@@ -149,24 +153,24 @@ class _Parts:
         self.text = _text_bytes(config)
         inside = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
         self.process = max(0, resident() - inside)
-        self.widths = {n: (one.d_in, one.d_out) for n, one in ((n, shape.mlp_shape(n)) for n in config.layers)}
+        self.widths = {n: (one.d_in, one.d_out) for n, one in ((n, shape.mlp_shape(n)) for n in config.blocks)}
         self.forward_tokens = config.data.forward_contexts * config.data.context
         self.forward = Cost()
         if config.data.cache is None:
             ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
-            self.forward = meter(lambda: shape.record(ids, config.layers))
+            self.forward = meter(lambda: shape.record(ids, config.blocks))
 
     def plan(self, accumulation: int) -> Plan:
         """Return the plan, for batches that are processed in so many parts."""
-        training, parts = self.config.training, self.division.parts
+        training, parts = self.config.training, self.layout.parts
         rows = -(-training.batch_tokens // parts // accumulation)
-        proposals = proposals_on(self.device, training.proposals)
+        candidates = candidate_dtype(self.device, training.candidates)
         steps = {
-            name: _step(layer, rows, accumulation, proposals, self.device)
+            name: _step(layer, rows, accumulation, candidates, self.device)
             for name, (_, layer) in self.replacements.items()
         }
         host = self.beside()
-        groups = [self.on_device(group, steps) for group in self.division.groups]
+        groups = [self.on_device(group, steps) for group in self.layout.groups]
         device = max(groups, key=lambda phases: peak(phases)[1])
         if self.device.type == "cpu":
             largest = max(cost.largest for cost in (self.forward, *steps.values()))
@@ -176,7 +180,7 @@ class _Parts:
         tokens = training.batch_tokens
         for name, cost in steps.items():
             work[name] = _work(cost, tokens / parts, ADAM_BYTES * self.params(name) / tokens)
-        return Plan(self.replacements, self.device, accumulation, device, host, self.disk(), self.division, sites, work)
+        return Plan(self.replacements, self.device, accumulation, device, host, self.disk(), self.layout, sites, work)
 
     def params(self, name: str) -> int:
         return self.replacements[name][1].num_params
@@ -186,11 +190,11 @@ class _Parts:
 
     def on_device(self, group: tuple[str, ...], steps: Mapping[str, Cost]) -> dict[str, dict[str, int]]:
         """Return phase -> part -> bytes on the device of a process that trains these replacements."""
-        training, world = self.config.training, len(self.division.shares)
+        training, world = self.config.training, len(self.layout.shares)
         params = sum(map(self.params, group))
         own = {number: self.widths[number] for number in {self.replacements[name][0] for name in group}}
         batch, window = (
-            buffer_bytes(list(own.values()), n // self.division.parts)
+            buffer_bytes(list(own.values()), n // self.layout.parts)
             for n in (training.batch_tokens, training.buffer_tokens)
         )
         recorded = buffer_bytes(list(self.widths.values()), training.buffer_tokens // world)
@@ -242,14 +246,16 @@ class _Parts:
         return {f"{states} states": states * (12 * params + 8 * units), "layers": 4 * params}
 
 
-def _step(config: ReplacementConfig, rows: int, accumulation: int, proposals: Proposals, device: torch.device) -> Cost:
+def _step(
+    config: ReplacementConfig, rows: int, accumulation: int, candidates: CandidateDtype, device: torch.device
+) -> Cost:
     """Return what a step costs but for Adam's part, in so many parts of so many rows."""
     k = config.sparsity.max_k
     if k is not None:  # the most units that it may draw
         config = config.model_copy(update={"sparsity": TopKConfig(k=k)})
     with torch.device("meta"):
         layer = config.build().train()
-    layer.sparsity.proposals = proposals
+    layer.sparsity.candidates = candidates
     x, y = (torch.empty(rows, width or 0, device="meta") for width in (config.d_in, config.d_out))
 
     part = partial(forward_backward, layer, x, y, accumulation)
@@ -301,15 +307,14 @@ def _text_bytes(config: RunConfig) -> int:
 
     if config.data.cache is not None:
         return 0
-    source = bundled("text/train.parquet") if config.data.source in BUNDLED else Path(config.data.source)
-    files = [source] if source.is_file() else list(source.glob("*")) if source.is_dir() else []
+    source = bundled("text/train.parquet") if config.data.source in BUNDLED else config.data.source
     total = 0
-    for file in files:
+    for file in find_files(source, DOCUMENTS):
         if file.suffix == ".parquet":
             groups = pq.ParquetFile(file).metadata
             total += sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
         else:
-            total += file.stat().st_size
+            total += file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
     return TEXT_BYTES * total
 
 

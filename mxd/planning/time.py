@@ -13,7 +13,7 @@ import torch
 from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
 from mxd.model.loading import DTYPES
-from mxd.planning.layout import divide
+from mxd.planning.layout import parallel_layout
 from mxd.planning.memory import Plan, Work
 
 
@@ -61,7 +61,7 @@ class Times:
 def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
     """Measure the device at hand, in about a second."""
     products = product_speed(device, tf32=config.training.tf32)
-    rounded = products if config.training.proposals == "float32" else product_speed(device, torch.bfloat16)
+    rounded = products if config.training.candidates == "float32" else product_speed(device, torch.bfloat16)
     dtype = DTYPES[config.model.dtype]
     base = products if dtype == torch.float32 else product_speed(device, dtype)
     return Speeds(products, rounded, base, copy_speed(device), network)
@@ -81,13 +81,13 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
         speeds: of each process.
         factor: on the time of everything that is computed.
     """
-    world, parts = len(plan.division.shares), plan.division.parts
+    world, parts = len(plan.layout.shares), plan.layout.parts
     base = plan.work["base model"]
     found = []
-    for group, share in zip(plan.division.groups, plan.division.shares[::parts], strict=True):
+    for group, share in zip(plan.layout.groups, plan.layout.shares[::parts], strict=True):
         work = [plan.work[name] for name in group]
         params = sum(plan.replacements[name][1].num_params for name in group)
-        received = tokens / parts * sum(plan.site_bytes[layer] for layer in share.layers) * (world - 1) / world
+        received = tokens / parts * sum(plan.site_bytes[block] for block in share.blocks) * (world - 1) / world
         reduced = 8 * params * (parts - 1) / parts
         found.append(
             Times(
@@ -118,6 +118,6 @@ def expected(
     tokens = config.training.batch_tokens
     if tokens_per_second is None:
         return speeds, step_times(plan, tokens, speeds)
-    alone = replace(plan, division=divide(plan.replacements, 1, tokens))
+    alone = replace(plan, layout=parallel_layout(plan.replacements, 1, tokens))
     bare = step_times(alone, tokens, speeds).step
     return speeds, step_times(plan, tokens, speeds, tokens / tokens_per_second / bare)

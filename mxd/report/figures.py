@@ -40,7 +40,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         what = result["replacements"][0]
         if len(list(result["replacements"])) > 1 or what["k"].value is None:
             continue
-        layer = str(what["layer"].value)
+        layer = str(what["block"].value)
         nmse = result["layers"][layer][NMSE.key].number()
         point = (what["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
         lines.setdefault((_literal(what["method"].text()), layer), []).append(point)

@@ -34,7 +34,7 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
         "peak_bytes": peak(plan.memory)[1],
         "disk_bytes": plan.disk,
         "work_per_token": {name: asdict(work) for name, work in plan.work.items()},
-        "groups": plan.division.groups,
+        "groups": plan.layout.groups,
         "speeds": asdict(speeds),
         "steps": steps,
         "seconds_per_step": {**asdict(times), "step": times.step},
@@ -55,12 +55,12 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
 
 
 def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
-    world = len(plan.division.shares)
+    world = len(plan.layout.shares)
     parts = {"base model": times.base, "steps": times.steps, "Adam": times.adam}
     if world > 1:
         parts |= {"exchange of activations": times.exchange, "sum of gradients": times.gradients}
         yield (
-            f"{world} processes, groups of {plan.division.parts}; for each step a process receives "
+            f"{world} processes, groups of {plan.layout.parts}; for each step a process receives "
             f"{times.exchanged / 2**20:,.1f} MiB of activations and sends {times.reduced / 2**20:,.1f} MiB of gradients"
         )
     listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())

@@ -70,7 +70,7 @@ Results = Sequence[tuple[Replacement, Node]]
 
 def own_replacements(layers: Sequence[Layer]) -> dict[str, Replacement]:
     """Return what a run's own layers are called, by the names of their folders."""
-    several = len({layer.provenance.layer for layer in layers}) > 1
+    several = len({layer.provenance.block for layer in layers}) > 1
     return {
         layer.name: Replacement(
             name=layer.name,
@@ -78,8 +78,8 @@ def own_replacements(layers: Sequence[Layer]) -> dict[str, Replacement]:
             variant=_variant(layer, [other for other in layers if _alike(other, layer)]),
             k=layer.config.sparsity.max_k,
             budget=layer.config.sparsity.slug,
-            layer=layer.provenance.layer,
-            where=f"block {layer.provenance.layer}" if several else "",
+            layer=layer.provenance.block,
+            where=f"block {layer.provenance.block}" if several else "",
             path=layer.path,
         )
         for layer in layers
@@ -97,7 +97,7 @@ def other_replacement(name: str, described: Node | None) -> Replacement:
         described = described[0] if len(described.value) == 1 else None
     if described is None:
         return Replacement(name, name)
-    k, layer = described["k"].number(), int(described["layer"].number())
+    k, layer = described["k"].number(), int(described["block"].number())
     return Replacement(
         name=name,
         method=described["method"].text(),
@@ -123,7 +123,7 @@ def _distance(replacement: Replacement) -> float:
 
 
 def _alike(one: Layer, other: Layer) -> bool:
-    return (one.config.label, one.provenance.layer) == (other.config.label, other.provenance.layer)
+    return (one.config.label, one.provenance.block) == (other.config.label, other.provenance.block)
 
 
 def _variant(layer: Layer, group: Iterable[Layer]) -> str:

@@ -38,8 +38,8 @@ class Line:
     key: Key
     points: Sequence[Point]
     marks: bool = True
-    band: bool = False
-    """Show the ranges as a band, not as bars."""
+    interval: bool = False
+    """Show the ranges as a interval, not as bars."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,9 @@ def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis
     places = [(across(p.x), up(p.y)) for p in points]
     parts = []
     ranged = [(across(p.x), up(p.low), up(p.high)) for p in points if p.low is not None and p.high is not None]
-    if line.band and ranged:
+    if line.interval and ranged:
         edge = [f"{a} {low}" for a, low, _ in ranged] + [f"{a} {high}" for a, _, high in reversed(ranged)]
-        parts.append(Markup('<path class="band" d="M{}Z"/>').format("L".join(edge)))
+        parts.append(Markup('<path class="interval" d="M{}Z"/>').format("L".join(edge)))
     elif ranged:
         bars = "".join(f"M{a} {low}V{high}" for a, low, high in ranged)
         parts.append(Markup('<path class="bar" d="{}"/>').format(bars))

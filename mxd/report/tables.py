@@ -32,7 +32,7 @@ def _head(name: str, result: Mapping[str, Any]) -> list[str]:
     first, *others = result["replacements"]
     if others:
         return [name, f"{len(result['layers'])} layers", "-"]
-    return [first["method"], str(first["layer"]), first["sparsity"]]
+    return [first["method"], str(first["block"]), first["sparsity"]]
 
 
 def _params(result: Mapping[str, Any]) -> int:
@@ -45,7 +45,7 @@ def _cells(result: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
 
 def _order(item: tuple[str, Any]) -> tuple[int, str, int]:
     first = item[1]["replacements"][0]
-    return first["layer"], first["method"], first["k"] or 0
+    return first["block"], first["method"], first["k"] or 0
 
 
 def terminal_tables(evaluation: Mapping[str, Any], width: int = WIDTH) -> list[Table]:
@@ -106,7 +106,7 @@ def caption(evaluation: Mapping[str, Any]) -> str:
     """Return one line: model, text, number of tokens, and the reference cross-entropies."""
     any_result = next(iter(evaluation["results"].values()))
     ablations = {
-        tuple(r["layer"] for r in result["replacements"]): (result["ce_zero"], result["ce_mean"])
+        tuple(r["block"] for r in result["replacements"]): (result["ce_zero"], result["ce_mean"])
         for result in evaluation["results"].values()
     }
     listed = "; ".join(

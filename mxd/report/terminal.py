@@ -37,8 +37,8 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
     for unit, page in result["units"].items():
         rate = f"{RATE.title} {RATE.form.format(page['rate']):>8}"
         line = Text(f"{unit:>7}  {rate}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
-        if page["bands"]:
-            context = page["bands"][0]["contexts"][0]
+        if page["intervals"]:
+            context = page["intervals"][0]["contexts"][0]
             for place, token in enumerate(context["tokens"]):
                 line.append(_visible(token), style="bold reverse" if place == context["at"] else "")
         yield line
@@ -57,13 +57,13 @@ def structure_table(found: Mapping[str, Any]) -> Table:
 
 
 def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
-    """Return the units that lead at each prompt, with strength and firing rate: prompts in rows."""
-    title = f"{name}: units that lead at the last token, strength there (firing rate)"
+    """Return the units that lead at each prompt, with activation and firing rate: prompts in rows."""
+    title = f"{name}: units that lead at the last token, activation there (firing rate)"
     table = Table("prompt", title=title, title_justify="left")
     for title in ("first", "second", "third"):
         table.add_column(title, no_wrap=True)
     for row in result["leading"]:
-        units = (f"#{one['unit']} {one['strength']:.3g} ({one['rate']:.1%})" for one in row["units"])
+        units = (f"#{one['unit']} {one['activation']:.3g} ({one['rate']:.1%})" for one in row["units"])
         table.add_row(row["prompt"], *units)
     return table
 

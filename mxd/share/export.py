@@ -89,7 +89,7 @@ def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str |
     """
     loaded: dict[int, Trained] = {}
     for trained in (trained for given in checkpoints for trained in load_layers(given).values()):
-        if (layer := trained.provenance.layer) in loaded:
+        if (layer := trained.provenance.block) in loaded:
             raise MxdError(f"two checkpoints replace layer {layer}, {loaded[layer].path} and {trained.path}; give one.")
         loaded[layer] = trained
     wanted = {

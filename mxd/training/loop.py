@@ -16,7 +16,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
 from mxd.training.saving import Saver
 from mxd.training.source import bos_activations
-from mxd.training.step import Job, learning_rate, train_step
+from mxd.training.step import Trainee, learning_rate, train_step
 
 STOP_EVERY = 8
 """Steps after which the processes of a launch ask one another whether one was told to stop."""
@@ -28,7 +28,7 @@ class Loop:
 
     config: RunConfig
     base: FrozenModel
-    jobs: Sequence[Job]
+    trainees: Sequence[Trainee]
     """The replacements that this process trains."""
     metrics: Metrics
     saver: Saver
@@ -75,9 +75,9 @@ class Loop:
         """Let every replacement take a step."""
         training = self.config.training
         rate, seen = learning_rate(self.step, training), (self.step + 1) * training.batch_tokens
-        for job in self.jobs:
-            with _memory(f"at step {self.step:,}, in {job.name}"):
-                train_step(job, *batch.sites[job.number], rate, seen, training.parts, training.clip_norm)
+        for trainee in self.trainees:
+            with _memory(f"at step {self.step:,}, in {trainee.name}"):
+                train_step(trainee, *batch.sites[trainee.number], rate, seen, training.parts, training.clip_norm)
         self.step += 1
         self.cursor = batch.cursor
 
@@ -94,10 +94,12 @@ class Loop:
         first = next(batches)
         with self.processes.together():
             bos = bos_activations(self.config, self.base)
-        for job in self.jobs:
-            job.initialise(first.means[job.number], bos.get(job.number), self.config.training.settings.start)
+        for trainee in self.trainees:
+            trainee.initialise(
+                first.means[trainee.number], bos.get(trainee.number), self.config.training.settings.initialisation
+            )
             if self.shard:
-                job.shard()
+                trainee.shard()
         return chain(iter([first]), batches)  # an iterator lets go of what it has handed out; a list would not
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:

@@ -37,12 +37,8 @@ class Stats:
         self.sums["error"] += error.detach().sum()
         self.sums["y"] += y.sum(0)
         self.sums["y_squared"] += torch.linalg.vector_norm(y).square()
-        active = code.values > 0
-        self.sums["active"] += active.sum()
-        if code.all_units:
-            self.last_active[active.any(0)] = tokens_seen
-        else:
-            self.last_active[code.indices[active]] = tokens_seen
+        self.sums["active"] += code.active_count()
+        self.last_active[code.active_units(len(self.last_active))] = tokens_seen
 
     def merge(self, processes: Processes) -> None:
         """Hand what the processes of a group counted to the first of them; the others begin anew."""

@@ -18,9 +18,9 @@ from mxd.data.activations import Cursor
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
-from mxd.training.source import BASE, masked_ids_of, origin
+from mxd.training.source import BASE, excluded_ids_of, origin
 from mxd.training.state import RUN_FILE, Info, State, new_run, run_of, save_state
-from mxd.training.step import Job, learned
+from mxd.training.step import Trainee, learned
 
 ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -31,7 +31,7 @@ class Saver:
 
     config: RunConfig
     base: FrozenModel
-    jobs: Sequence[Job]
+    trainees: Sequence[Trainee]
     """The replacements that this process trains."""
     metrics: Metrics
     processes: Processes
@@ -78,16 +78,16 @@ class Saver:
         info = state.info
         with self.processes.together():
             self._check_own(state)
-        for job in self.jobs:
+        for trainee in self.trainees:
             if shard:
-                job.shard()
-            tensors = state.tensors(job.name)
-            expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in tensors_of(job).items()}
-            fit_tensors(expected, tensors, f"{state.folder}/{job.name}")
-            restore_tensors(job, tensors)
-            job.stats.tokens = info.counted[job.name]
+                trainee.shard()
+            tensors = state.tensors(trainee.name)
+            expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in tensors_of(trainee).items()}
+            fit_tensors(expected, tensors, f"{state.folder}/{trainee.name}")
+            restore_tensors(trainee, tensors)
+            trainee.stats.tokens = info.counted[trainee.name]
             if not self.group.first:
-                job.stats.clear()
+                trainee.stats.clear()
         self.metrics.reported, self.saved = info.reported, info.step
 
     def save(self, step: int, cursor: Cursor) -> None:
@@ -111,11 +111,11 @@ class Saver:
             tokens=step * self.config.training.batch_tokens,
             origin=self.origin,
             cursor=cursor,
-            counted=self.metrics.of_all({job.name: job.stats.tokens for job in self.jobs}),
+            counted=self.metrics.of_all({trainee.name: trainee.stats.tokens for trainee in self.trainees}),
             metrics_bytes=metrics_bytes,
             reported=self.metrics.reported,
         )
-        parts = {job.name: tensors_of(job) for job in self.jobs}
+        parts = {trainee.name: tensors_of(trainee) for trainee in self.trainees}
         with self.processes.together():
             for name, tensors in parts.items():
                 self._check_finite(name, tensors, step)
@@ -126,12 +126,14 @@ class Saver:
     def finish(self, step: int, cursor: Cursor) -> None:
         """Write every layer as it is; arguments as for ``save``."""
         with self.processes.together():
-            for job in self.jobs:
-                layer = trained_layer(job)
-                self._check_finite(job.name, layer.state_dict(), step)
+            for trainee in self.trainees:
+                layer = trained_layer(trainee)
+                self._check_finite(trainee.name, layer.state_dict(), step)
                 if self.group.first:
-                    about = {"training": self.metrics.reported.get(job.name, {})}
-                    save_layer(self.config.folder / job.name, layer, self._provenance(job.number, step, cursor), about)
+                    about = {"training": self.metrics.reported.get(trainee.name, {})}
+                    save_layer(
+                        self.config.folder / trainee.name, layer, self._provenance(trainee.number, step, cursor), about
+                    )
 
     def check_losses(self, step: int) -> None:
         """Refuse to go on with a replacement that diverged.
@@ -140,9 +142,9 @@ class Saver:
             MxdError: a loss since the last report is not finite.
         """
         with self.processes.together():
-            for job in self.jobs:
-                if not job.stats.sums["loss"].isfinite():
-                    raise self._diverged(job.name, "its loss", step)
+            for trainee in self.trainees:
+                if not trainee.stats.sums["loss"].isfinite():
+                    raise self._diverged(trainee.name, "its loss", step)
 
     def _check_finite(self, name: str, tensors: Mapping[str, Tensor], step: int) -> None:
         """Refuse to write tensors that hold a NaN or an infinity."""
@@ -182,11 +184,11 @@ class Saver:
         return Provenance(
             model=self.base.source,
             revision=self.base.revision,
-            layer=block,
+            block=block,
             fingerprint=self.base.fingerprint(block),
             base_fingerprint=self.origin[BASE],
             model_dtype=self.base.dtype,
-            masked_ids=tuple(masked_ids_of(config, self.base)),
+            excluded_ids=tuple(excluded_ids_of(config, self.base)),
             data=config.data.model_dump(),
             text_hash=cursor.text,
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
@@ -197,35 +199,35 @@ class Saver:
         )
 
 
-def tensors_of(job: Job) -> dict[str, Tensor]:
+def tensors_of(trainee: Trainee) -> dict[str, Tensor]:
     """Return every tensor of a replacement's state, whole, by name; all its processes call this together."""
-    found = {f"layer/{k}": whole(v) for k, v in job.layer.state_dict().items()}
-    for key, parameter in learned(job.layer).items():
+    found = {f"layer/{k}": whole(v) for k, v in trainee.layer.state_dict().items()}
+    for key, parameter in learned(trainee.layer).items():
         for moment in ADAM_MOMENTS:
-            value = job.optimizer.state[parameter].get(moment)
+            value = trainee.optimizer.state[parameter].get(moment)
             found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
-    found |= {f"sum/{k}": v for k, v in job.stats.sums.items()}
-    return found | {"last_active": job.stats.last_active}
+    found |= {f"sum/{k}": v for k, v in trainee.stats.sums.items()}
+    return found | {"last_active": trainee.stats.last_active}
 
 
-def restore_tensors(job: Job, tensors: Mapping[str, Tensor]) -> None:
+def restore_tensors(trainee: Trainee, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors of a saved state back in place."""
     own = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
-    job.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in job.layer.state_dict().items()})
+    trainee.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in trainee.layer.state_dict().items()})
     state = {
         i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
-        for i, (key, parameter) in enumerate(learned(job.layer).items())
+        for i, (key, parameter) in enumerate(learned(trainee.layer).items())
     }
-    job.optimizer.load_state_dict({"state": state, "param_groups": job.optimizer.state_dict()["param_groups"]})
-    for key, value in job.stats.sums.items():
+    trainee.optimizer.load_state_dict({"state": state, "param_groups": trainee.optimizer.state_dict()["param_groups"]})
+    for key, value in trainee.stats.sums.items():
         value.copy_(tensors[f"sum/{key}"])
-    job.stats.last_active.copy_(tensors["last_active"])
+    trainee.stats.last_active.copy_(tensors["last_active"])
 
 
-def trained_layer(job: Job) -> ReplacementLayer:
+def trained_layer(trainee: Trainee) -> ReplacementLayer:
     """Return a replacement's layer as one process has it; all its processes call this together."""
-    if not job.sharded:
-        return job.layer
-    layer = job.layer.config.build()
-    layer.load_state_dict({k: whole(v) for k, v in job.layer.state_dict().items()})
+    if not trainee.sharded:
+        return trainee.layer
+    layer = trainee.layer.config.build()
+    layer.load_state_dict({k: whole(v) for k, v in trainee.layer.state_dict().items()})
     return layer

@@ -12,8 +12,8 @@ from mxd.config import RunConfig, plain_config, recorded
 from mxd.data.activations import Batch, Cursor, Mine, activation_batches
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
 from mxd.data.checks import check_activations, check_text
-from mxd.data.contexts import special_ids, token_blocks
-from mxd.data.exchange import Share
+from mxd.data.contexts import special_ids, token_contexts
+from mxd.data.exchange import RankPart
 from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.store import Location
@@ -32,7 +32,7 @@ def activation_stream(
     base: FrozenModel,
     start: Cursor | None = None,
     processes: Processes = ALONE,
-    shares: Sequence[Share] | None = None,
+    shares: Sequence[RankPart] | None = None,
 ) -> Iterator[Batch]:
     """Return the batches a run trains on: from its cache where ``data.cache`` names one, else live from the model.
 
@@ -47,7 +47,7 @@ def activation_stream(
         MxdError: no text, no tokenizer, a cache of something else or with too few tokens, or another text than the one
             that was read up to ``start``: at once, or of a streamed text when it is read again.
     """
-    shares = shares or [Share(config.layers)] * processes.world
+    shares = shares or [RankPart(config.blocks)] * processes.world
     if config.data.cache is not None:
         return ahead(_cached(config, base, start, shares[processes.rank]), depth=2)
     return _live(config, base, start, processes, shares)
@@ -76,10 +76,10 @@ def cache_activations(
     with launched(config.timeout) as processes:
         processes.agree(recorded(config) | {"folder": str(location), "--dtype": dtype})
         base = load_base(config, model)
-        for number in config.layers:
-            base.check_layer(number)
+        for number in config.blocks:
+            base.check_block(number)
         tokens = config.training.steps * config.training.batch_tokens
-        widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.layers)]
+        widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.blocks)]
         claim_cache(location, _identity(config, base), cache_bytes(widths, tokens, dtype), dtype)
 
         def stream(start: Cursor, mine: Mine) -> Iterator[Batch]:
@@ -93,24 +93,24 @@ def _live(
     base: FrozenModel,
     start: Cursor | None,
     processes: Processes = ALONE,
-    shares: Sequence[Share] | None = None,
+    shares: Sequence[RankPart] | None = None,
     mine: Mine | None = None,
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-    blocks = token_blocks(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
+    contexts = token_contexts(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
     if start is not None and start.text and isinstance(texts, list):
-        check_text(start.text, blocks.digest(start.context))
-    contexts = max(1, training.buffer_tokens // data.context)
+        check_text(start.text, contexts.digest(start.context))
+    in_window = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
-        config.layers,
-        (lambda first: ahead(blocks(first), contexts)) if data.streaming else blocks,
+        config.blocks,
+        (lambda first: ahead(contexts(first), in_window)) if data.streaming else contexts,
         training.batch_tokens,
         training.buffer_tokens,
-        masked_ids_of(config, base),
+        excluded_ids_of(config, base),
         bos_id_of(config, base),
         config.seed,
         forward_contexts=data.forward_contexts,
@@ -118,18 +118,18 @@ def _live(
         processes=processes,
         shares=shares,
         mine=mine,
-        digest=blocks.digest,
+        digest=contexts.digest,
     )
 
 
-def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: Share) -> Iterator[Batch]:
+def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: RankPart) -> Iterator[Batch]:
     data, training, part = config.data, config.training, (share.part, share.parts)
     identity = _identity(config, base)
     location = data.cache or ""
     if data.mix_shards:
         check_cache(location, {key: value for key, value in identity.items() if key not in ORDER})
         return mixed_batches(
-            location, share.layers, training.batch_tokens, data.mix_shards, config.seed, start, base.device, part
+            location, share.blocks, training.batch_tokens, data.mix_shards, config.seed, start, base.device, part
         )
     check_cache(location, identity)
     held = cached_tokens(location)
@@ -139,7 +139,7 @@ def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: S
             f"training.tokens, set data.mix_shards to read it several times, or go on with: mxd cache CONFIG "
             f"{typed(location)}"
         )
-    return cached_batches(location, share.layers, start, base.device, part)
+    return cached_batches(location, share.blocks, start, base.device, part)
 
 
 def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
@@ -155,9 +155,9 @@ def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
     )
 
 
-def masked_ids_of(config: RunConfig, base: FrozenModel) -> list[int]:
+def excluded_ids_of(config: RunConfig, base: FrozenModel) -> list[int]:
     """Return the tokens that a run leaves out."""
-    return special_ids(base.tokenizer) if config.data.mask_special and base.tokenizer is not None else []
+    return special_ids(base.tokenizer) if config.data.exclude_special and base.tokenizer is not None else []
 
 
 def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
@@ -176,7 +176,7 @@ def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Ten
     if bos_id is None:
         return {}
     ids = torch.tensor([[bos_id]])
-    sites = base.record(ids, config.layers)
+    sites = base.record(ids, config.blocks)
     for number, (x, y) in sites.items():
         check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
@@ -188,7 +188,7 @@ def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         **plain_config(config),
         BASE: base.base_fingerprint(),
         "dtype of the base model": base.dtype,
-        "masked tokens": masked_ids_of(config, base),
+        "excluded tokens": excluded_ids_of(config, base),
         "activation cache (hash of its cache.json)": cache_hash(config.data.cache) if config.data.cache else None,
     }
 
@@ -197,9 +197,9 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     """What makes a stream of batches what it is: equal identities give equal batches."""
     return {
         "site": "mlp",
-        "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "mask_special"}),
+        "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "exclude_special"}),
         "text": text_hash(config.data.source, config.data.split),
-        "masked_ids": masked_ids_of(config, base),
+        "excluded_ids": excluded_ids_of(config, base),
         "bos_id": bos_id_of(config, base),
         "seed": config.seed,
         "batch_tokens": config.training.batch_tokens,
@@ -207,5 +207,5 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         "revision": base.revision,
         "model_dtype": base.dtype,
         "model": base.base_fingerprint(),
-        "fingerprints": {str(number): base.fingerprint(number) for number in config.layers},
+        "fingerprints": {str(number): base.fingerprint(number) for number in config.blocks},
     }

@@ -38,7 +38,7 @@ from mxd.common.progress import console
 from mxd.data.activations import Cursor
 from mxd.data.checks import MOST_USELESS
 
-FORMAT = 3
+FORMAT = 4
 RUN_FILE = "run_id"
 
 HASH = r"^[0-9a-f]{32}$"

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from mxd.common.processes import ALONE, Processes
 from mxd.config import TrainingConfig
-from mxd.layers import ReplacementConfig, ReplacementLayer, Start
+from mxd.layers import Initialisation, ReplacementConfig, ReplacementLayer
 from mxd.layers.objective import forward_backward
-from mxd.ops import Proposals, proposals_on
+from mxd.ops import CandidateDtype, candidate_dtype
 from mxd.training.metrics import Stats
 
 Site = tuple[Float[Tensor, "*batch d_in"], Float[Tensor, "*batch d_out"]]
@@ -21,7 +21,7 @@ Site = tuple[Float[Tensor, "*batch d_in"], Float[Tensor, "*batch d_out"]]
 
 
 @dataclass
-class Job:
+class Trainee:
     """One replacement under training."""
 
     name: str
@@ -32,15 +32,15 @@ class Job:
     processes: Processes = ALONE
     """Those that take each step together, with an equal part of the batch."""
 
-    def initialise(self, means: Site, bos: Site | None, start: Start) -> None:
+    def initialise(self, means: Site, bos: Site | None, initialisation: Initialisation) -> None:
         """Take from the data what training begins with.
 
         Args:
             means: of the MLP's inputs and outputs.
             bos: input and output at BOS in position 0, for a layer that stores them.
-            start: as for ``ReplacementLayer.start``.
+            initialisation: as for ``ReplacementLayer.initialise``.
         """
-        self.layer.start(self.layer.read(*means), means[1], start)
+        self.layer.initialise(self.layer.read(*means), means[1], initialisation)
         if bos is not None:
             self.layer.store_bos(self.layer.read(*bos), bos[1])
 
@@ -52,7 +52,7 @@ class Job:
     def shard(self) -> None:
         """Divide weights, gradients and moments among the processes (torch's ``fully_shard``, ZeRO stage 3).
 
-        A step gathers the weights of this job alone, and lets go of them again.
+        A step gathers the weights of this trainee alone, and lets go of them again.
         """
         mesh = self.processes.mesh(self.layer.bias.device.type)
         fully_shard(self.layer, mesh=mesh, reshard_after_forward=False)
@@ -62,7 +62,7 @@ class Job:
 
 
 def train_step(
-    job: Job,
+    trainee: Trainee,
     x: Float[Tensor, "tokens d_in"],
     y: Float[Tensor, "tokens d_out"],
     lr: float,
@@ -73,7 +73,7 @@ def train_step(
     """Take one optimiser step of one replacement (MxD, section 3.1).
 
     Args:
-        job: the replacement.
+        trainee: the replacement.
         x: the MLP's inputs.
         y: the MLP's outputs.
         lr: learning rate of this step.
@@ -81,17 +81,19 @@ def train_step(
         accumulation: number of equal parts the batch is processed in.
         clip_norm: largest gradient norm.
     """
-    job.optimizer.zero_grad(set_to_none=True)
+    trainee.optimizer.zero_grad(set_to_none=True)
     for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-        found = forward_backward(job.layer, x_part, y_part, accumulation)
-        job.stats.see(y_part, found.error, found.loss, found.code, tokens_seen)
-    if not job.sharded:  # else the backward pass has averaged
-        job.processes.average([parameter.grad for parameter in job.layer.parameters() if parameter.grad is not None])
+        found = forward_backward(trainee.layer, x_part, y_part, accumulation)
+        trainee.stats.see(y_part, found.error, found.loss, found.code, tokens_seen)
+    if not trainee.sharded:  # else the backward pass has averaged
+        trainee.processes.average(
+            [parameter.grad for parameter in trainee.layer.parameters() if parameter.grad is not None]
+        )
     if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(job.layer.parameters(), clip_norm)
-    for group in job.optimizer.param_groups:
+        torch.nn.utils.clip_grad_norm_(trainee.layer.parameters(), clip_norm)
+    for group in trainee.optimizer.param_groups:
         group["lr"] = lr
-    job.optimizer.step()
+    trainee.optimizer.step()
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
@@ -102,15 +104,15 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     return settings.lr * rise * (min(1.0, left) if settings.decay else 1.0)
 
 
-def new_job(
+def new_trainee(
     name: str,
     number: int,
     config: ReplacementConfig,
     seed: int,
     device: torch.device,
-    proposals: Literal["auto"] | Proposals = "float32",
+    candidates: Literal["auto"] | CandidateDtype = "float32",
     processes: Processes = ALONE,
-) -> Job:
+) -> Trainee:
     """Return a replacement at the beginning of its training.
 
     Args:
@@ -119,13 +121,13 @@ def new_job(
         config: its complete config.
         seed: of its weights and draws.
         device: where it is trained.
-        proposals: what pre-activations are formed in (``training.proposals``).
+        candidates: what pre-activations are formed in (``training.candidates``).
         processes: those that train it together.
     """
     layer = config.build(seed).to(device).train()
-    layer.sparsity.proposals = proposals_on(device, proposals)
+    layer.sparsity.candidates = candidate_dtype(device, candidates)
     stats = Stats(layer.num_units, config.d_out or 0, device)
-    return Job(name, number, layer, _adam(layer), stats, processes)
+    return Trainee(name, number, layer, _adam(layer), stats, processes)
 
 
 def learned(layer: ReplacementLayer) -> dict[str, torch.nn.Parameter]:

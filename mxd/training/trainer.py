@@ -29,7 +29,7 @@ from mxd.training.metrics import Metrics
 from mxd.training.saving import Saver
 from mxd.training.source import activation_stream, load_base
 from mxd.training.state import RUN_FILE, load_state
-from mxd.training.step import new_job
+from mxd.training.step import new_trainee
 
 
 def train(
@@ -44,7 +44,7 @@ def train(
         resume: continue an interrupted run; it ends exactly as if it had not been interrupted, and does not begin where
             config, text, base model, cache or state are others. The number of processes may be another than before.
         model: a loaded base model, used in place of ``config.model.source``.
-        groups: groups of processes, each of which trains replacements of its own (``divide``).
+        groups: groups of processes, each of which trains replacements of its own (``parallel_layout``).
         shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
 
     Returns:
@@ -78,28 +78,28 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
     if config.training.deterministic:  # cuBLAS reads it when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     config, plan = prepare(config, model, processes, groups, shard)
-    division = plan.division
+    layout = plan.layout
     base = load_base(config, model)
-    own, group = processes.split(len(division.groups))
+    own, group = processes.split(len(layout.groups))
     shard = shard and group.many
-    jobs = [
-        new_job(name, number, layer, config.seed, base.device, config.training.proposals, group)
+    trainees = [
+        new_trainee(name, number, layer, config.seed, base.device, config.training.candidates, group)
         for name, (number, layer) in plan.replacements.items()
-        if name in division.groups[own]
+        if name in layout.groups[own]
     ]
-    counted = {job.name: job.stats for job in jobs}
+    counted = {trainee.name: trainee.stats for trainee in trainees}
     metrics = Metrics(config, list(plan.replacements), counted, processes, group, accelerator)
     with processes.together():
-        saver = Saver(config, base, jobs, metrics, processes, group)
+        saver = Saver(config, base, trainees, metrics, processes, group)
     state = load_state(config.folder / "state", processes) if resume else None
     if state is not None:
         saver.restore(state, shard)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
     with processes.together():
-        stream = activation_stream(config, base, cursor, processes, division.shares)
+        stream = activation_stream(config, base, cursor, processes, layout.shares)
     saver.begin(state, resume)
     with _products(config.training.tf32), _repeatable(config.training.deterministic):
-        Loop(config, base, jobs, metrics, saver, processes, shard, step, cursor).run(stream)
+        Loop(config, base, trainees, metrics, saver, processes, shard, step, cursor).run(stream)
     return config.folder
 
 

@@ -85,15 +85,15 @@ def layers(folder: Path) -> Path:
         about = Provenance(
             model="tiny-gpt2",
             revision=None,
-            layer=number,
+            block=number,
             fingerprint="0" * 16,
-            masked_ids=(0,),
+            excluded_ids=(0,),
             data={"source": "bundled", "split": "train", "context": 16},
             training={"recipe": "short", "steps": 10, "settings": {"lr": 0.001}},
             tokens=1000,
             versions={"mxd": "0"},
         )
-        save_layer(folder / f"layer{number}-{config.slug}", config.build(), about, {"training": {"fvu": 0.5}})
+        save_layer(folder / f"block{number}-{config.slug}", config.build(), about, {"training": {"fvu": 0.5}})
     return folder
 
 
@@ -224,7 +224,7 @@ def state(folder: Path) -> Path:
             run_id="0" * 32,
             step=step,
             tokens=16 * step,
-            origin={"seed": 0, "layers": [1]},
+            origin={"seed": 0, "blocks": [1]},
             cursor=Cursor(batch=step, text="f" * 32),
             counted={"a": 1, "b": 1},
             metrics_bytes=100,
@@ -265,7 +265,7 @@ def cache(folder: Path) -> Any:
     from mxd.config import parse_config
     from mxd.training.source import cache_activations
 
-    raw = {"replacements": [{"method": "transcoder", "num_units": 64}], "layers": [0], "model": {"device": "cpu"}}
+    raw = {"replacements": [{"method": "transcoder", "num_units": 64}], "blocks": [0], "model": {"device": "cpu"}}
     (folder / "train.txt").write_text("some words to read. " * 200)
     raw |= {
         "data": {"source": str(folder), "context": 16},
@@ -330,7 +330,7 @@ def foreign(folder: Path) -> Any:
         fields = {"method": "transcoder", "num_units": 5, "d_in": width, "d_out": width, "sparsity": sparsity}
         outgoing = []
         for block in (0, 1):
-            about = Provenance(model="tiny-gpt2", revision=None, layer=block, fingerprint=base.fingerprint(block))
+            about = Provenance(model="tiny-gpt2", revision=None, block=block, fingerprint=base.fingerprint(block))
             trained = Trained(parse_layer(fields).build(), about, folder)
             outgoing.append(Outgoing(trained.layer, about))
         write = FORMATS[tool].write
@@ -409,7 +409,7 @@ def configs(folder: Path) -> Any:
     raw = {
         "run": "fuzz",
         "out": "nowhere",
-        "layers": [0, 1],
+        "blocks": [0, 1],
         "seed": 0,
         "replacements": [{"method": ["mxd", "transcoder"], "sparsity": {"kind": "topk", "k": [2, 4]}}],
         "model": {"source": "tiny-gpt2", "dtype": "float32"},
@@ -920,7 +920,7 @@ def _spoilt_gguf(draw: Draw, pairs: models.Pairs, tensors: models.Tensors) -> by
 
 
 TARGETS = {
-    "layer": Target(layers, one_layer, 40),
+    "block": Target(layers, one_layer, 40),
     "huge layer": Target(layers, huge_layer, 6),
     "set of layers": Target(layers, layer_set, 4),
     "run state": Target(state, run_state, 15, ("out", "input")),

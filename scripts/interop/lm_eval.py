@@ -66,12 +66,12 @@ def write_tasks(folder: Path) -> None:
 def write_layer(folder: Path) -> None:
     """An MxD that is the base MLP with its output scaled: another model, but one that still predicts text."""
     model = load_frozen("tiny-gpt2", device="cpu")
-    layer = MxDConfig(num_units=64, sparsity=TopKConfig(k=4)).inherit(model.mlp_shape(0)).build()
+    layer = MxDConfig(num_units=64, sparsity=TopKConfig(k=4)).resolve(model.mlp_shape(0)).build()
     layer.copy_base(model.mlp_weights(0))
     layer.expert_scale.data[0] = 0.6
-    known = {"model": "tiny-gpt2", "revision": None, "layer": 0, "fingerprint": model.fingerprint(0)}
+    known = {"model": "tiny-gpt2", "revision": None, "block": 0, "fingerprint": model.fingerprint(0)}
     data = {"source": "bundled", "context": 64, "split": "train"}
-    save_layer(folder, layer, Provenance(**known, masked_ids=(0,), data=data))
+    save_layer(folder, layer, Provenance(**known, excluded_ids=(0,), data=data))
 
 
 def peer(work: Path) -> None:

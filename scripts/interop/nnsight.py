@@ -20,13 +20,13 @@ def example(layer: mxd.ReplacementLayer) -> dict[str, torch.Tensor]:
 
         with traced.trace(ids):
             code = mlp.layer.sparsity.output  # the active units of each token
-            values, units = code.values.save(), code.indices.save()
+            values, units = code.activations.save(), code.indices.save()
             y = mlp.output.save()  # what the replacement answers
             logits = traced.lm_head.output.save()
 
         unit = units[-1, values[-1].argmax()]  # the strongest at the last token
         with traced.trace(ids):
-            mlp.layer.sparsity.output.values[units == unit] = 0  # switch it off at every token
+            mlp.layer.sparsity.output.activations[units == unit] = 0  # switch it off at every token
             y_off = mlp.output.save()
             logits_off = traced.lm_head.output.save()
 
@@ -37,7 +37,7 @@ def peer(work: Path) -> None:
     """Compare with mxd's own views of the same layer."""
     model = mxd.load_frozen("tiny-gpt2", device="cpu")
     fields = {"method": "mxd", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}
-    layer = parse_layer(fields).inherit(model.mlp_shape(2)).build()
+    layer = parse_layer(fields).resolve(model.mlp_shape(2)).build()
     layer.decoder.data.normal_(generator=torch.Generator().manual_seed(0))
     layer.eval().requires_grad_(False)
     seen = example(layer)
@@ -47,10 +47,10 @@ def peer(work: Path) -> None:
         x, y = model.record(ids, [2])[2]
         logits = model.logits(ids)
     code = layer.encode(x)
-    off = layer.decode(x, code.with_values(code.values * (code.indices != seen["unit"])))
+    off = layer.decode(x, code.with_activations(code.activations * (code.indices != seen["unit"])))
     check(work, "the replacement's output", seen["y"], y)
     check(work, "the logits", seen["logits"], logits)
-    check(work, "the units' strengths", seen["values"], code.values[0])
+    check(work, "the units' activations", seen["values"], code.activations[0])
     check(work, "the output with one unit switched off", seen["y_off"], off, 1e-6)
     check(work, "its part of the last token", (y - off)[0, -1], push(layer, x, seen), 1e-4)
     changed = (seen["logits_off"] - logits).abs().amax((0, 2)) > 0

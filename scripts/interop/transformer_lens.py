@@ -54,7 +54,7 @@ def peer(work: Path) -> None:
 def layer_for(model: mxd.FrozenModel, number: int) -> mxd.ReplacementLayer:
     """An MxD with random weights."""
     fields = {"method": "mxd", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}
-    layer = parse_layer(fields).inherit(model.mlp_shape(number)).build(seed=number)
+    layer = parse_layer(fields).resolve(model.mlp_shape(number)).build(seed=number)
     layer.decoder.data.normal_(std=0.3, generator=torch.Generator().manual_seed(number))
     return layer.eval()
 

@@ -22,7 +22,7 @@ def give(work: Path) -> None:
         layers = {}
         for number, method in ((1, "transcoder"), (2, "mxd"), (4, "cp_mumoe")):
             fields = {"method": method, "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}
-            layer = layers[number] = parse_layer(fields).inherit(model.mlp_shape(number)).build()
+            layer = layers[number] = parse_layer(fields).resolve(model.mlp_shape(number)).build()
             for parameter in layer.parameters():
                 parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
         ids = torch.tensor([[0, *model.tokenizer("The President of the United States")["input_ids"]]])

@@ -23,7 +23,7 @@ MEASURED = {"source": "org/text", "split": "test"}
 
 
 def member(name="", method="mxd", k=3, layer=3, evaluation=None, called="", **fields):
-    config = LAYERS[method](num_units=12, sparsity=TopKConfig(k=k)).inherit(MLPShape(8, 8, 16, "gelu_tanh", False))
+    config = LAYERS[method](num_units=12, sparsity=TopKConfig(k=k)).resolve(MLPShape(8, 8, 16, "gelu_tanh", False))
     known = {"model": "org/base", "revision": COMMIT, "fingerprint": "abc", "tokens": 4000, "data": DATA, "seed": 7}
     known |= {"training": {"recipe": "paper", "steps": 10, "settings": {"lr": 5e-4}}, "versions": {"torch": "2.9"}}
     return Member(name, config, Provenance(layer=layer, **known | fields), evaluation, called)
@@ -37,7 +37,7 @@ def measured(*members, data=MEASURED, **numbers):
             "method": m.config.label,
             "sparsity": m.config.sparsity.slug,
             "k": m.config.sparsity.max_k,
-            "layer": m.origin.layer,
+            "block": m.origin.block,
             "units": m.config.num_units,
             "params": m.config.num_params,
             "tokens_trained": m.origin.tokens,
@@ -45,7 +45,7 @@ def measured(*members, data=MEASURED, **numbers):
         site = {"normalized_mse": 0.25, "fvu": 0.5, "l0": 3.0, "dead_share": 0.125, "routed_share": 0.875}
         result = {"tokens": 5000, "ce_base": 3.5, "ce_zero": 4.5, "ce_increase": 0.0625 + number, "kl": 0.03125}
         result |= {"ce_increase_se": 0.001, "loss_recovered": 0.9, "top1_agreement": 0.95} | numbers
-        results[f"run/{m.name}"] = result | {"layers": {str(m.origin.layer): site}, "replacements": [replaced]}
+        results[f"run/{m.name}"] = result | {"layers": {str(m.origin.block): site}, "replacements": [replaced]}
     return Evaluation.model_validate({"model": "org/base", "data": data, "results": results})
 
 
@@ -63,7 +63,7 @@ def shown(card):
 
 
 def test_the_metadata_says_what_it_is():
-    (one,) = with_numbers(member("layer3-mxd-k3"))
+    (one,) = with_numbers(member("block3-mxd-k3"))
     data = ModelCard(layer_card(one, "org/name", "mit")).data
     assert data.library_name == "mxd" and data.license == "mit"
     assert data.base_model == ["org/base"] and data.datasets == ["org/text"]
@@ -94,16 +94,16 @@ def test_every_methods_card_is_valid_to_the_hub(method, monkeypatch):
 
 
 def test_evaluation_results_come_back_from_the_metadata():
-    members = with_numbers(member("layer3-mxd-k3"), member("layer3-mxd-k4", k=4))
+    members = with_numbers(member("block3-mxd-k3"), member("block3-mxd-k4", k=4))
     data = ModelCard(set_card(members, "org/name", title="name")).data
     assert data.model_name == "name"
     found = {(r.metric_type, r.metric_name): r for r in data.eval_results}
     assert len(found) == 10
-    first = found["cross_entropy_increase", "cross-entropy increase, nats, layer3-mxd-k3"]
+    first = found["cross_entropy_increase", "cross-entropy increase, nats, block3-mxd-k3"]
     assert (first.metric_value, first.task_type) == (0.0625, "text-generation")
     assert (first.dataset_type, first.dataset_name, first.dataset_split) == ("org/text", "org/text", "test")
-    assert found["cross_entropy_increase", "cross-entropy increase, nats, layer3-mxd-k4"].metric_value == 1.0625
-    assert found["normalized_mse", "normalized MSE, layer3-mxd-k3"].metric_value == 0.25
+    assert found["cross_entropy_increase", "cross-entropy increase, nats, block3-mxd-k4"].metric_value == 1.0625
+    assert found["normalized_mse", "normalized MSE, block3-mxd-k3"].metric_value == 0.25
 
 
 def test_every_number_of_an_evaluation_is_on_the_card():
@@ -174,7 +174,7 @@ def test_the_license_is_unknown_until_somebody_states_it():
 
 
 def test_the_text_says_what_is_replaced_how_it_was_made_and_what_it_cannot():
-    (one,) = with_numbers(member("layer3-mxd-k3", masked_ids=(0, 2)))
+    (one,) = with_numbers(member("block3-mxd-k3", excluded_ids=(0, 2)))
     card = layer_card(one, f"org/name@{COMMIT}")
     for part in (
         "MLP of block 3 (counted from 0) of org/base",
@@ -187,8 +187,8 @@ def test_the_text_says_what_is_replaced_how_it_was_made_and_what_it_cannot():
         "| versions | torch 2.9 |",
         "On 5,000 held-out tokens of org/text (test)",
         "base model's cross-entropy is 3.5000 nats per token, 4.5000 with the MLP of block 3 zero-ablated",
-        "| `layer3-mxd-k3` | 0.2500 | 0.500 | - | +0.0625 | 0.0010 | - | 90.0% | 0.0312 | 95.0% |",
-        "| `layer3-mxd-k3` | 0.2500 | - | - | 0.88 | - | - | - | - | - | - | - | 3.0 | 12% |",
+        "| `block3-mxd-k3` | 0.2500 | 0.500 | - | +0.0625 | 0.0010 | - | 90.0% | 0.0312 | 95.0% |",
+        "| `block3-mxd-k3` | 0.2500 | - | - | 0.88 | - | - | - | - | - | - | - | 3.0 | 12% |",
         "dense MLP in disguise",
         "Not measured: other domains",
         "Trained without some tokens (above): in a splice it answers there all the same, untaught.",
@@ -197,17 +197,17 @@ def test_the_text_says_what_is_replaced_how_it_was_made_and_what_it_cannot():
 
 
 def test_the_code_of_a_card_is_python_that_names_the_layer():
-    members = [member("layer3-mxd-k3"), member("layer3-mxd-k4", k=4)]
+    members = [member("block3-mxd-k3"), member("block3-mxd-k4", k=4)]
     for card in (layer_card(members[0], "org/name@v1"), set_card(members, "org/name@v1"), layer_card(members[0])):
         (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
         compile(code, "card", "exec")
     assert 'mxd.load_layers("org/name@v1")  # or some of them: pattern="*-k3"' in set_card(members, "org/name@v1")
-    assert 'mxd.from_pretrained("org/name/layer3-mxd-k3@v1")' in set_card(members, "org/name@v1")
+    assert 'mxd.from_pretrained("org/name/block3-mxd-k3@v1")' in set_card(members, "org/name@v1")
 
 
 def test_a_set_is_listed_by_block_method_and_k():
-    names = ["layer3-mxd-k16", "layer3-mxd-k4", "layer1-mxd-k4"]
-    members = [member(names[0], k=11), member(names[1], k=4), member(names[2], k=4, layer=1)]
+    names = ["block3-mxd-k16", "block3-mxd-k4", "block1-mxd-k4"]
+    members = [member(names[0], k=11), member(names[1], k=4), member(names[2], k=4, block=1)]
     card = set_card(with_numbers(*members))
     assert re.findall(r"^\| `(\S+)` \| MxD", card, re.M) == names[::-1]
     listed = re.findall(r"^\| `(\S+)` \| 0\.25", card, re.M)
@@ -241,14 +241,14 @@ def test_only_numbers_of_this_very_layer_are_shown():
     found = measured(member("a"))
     assert member("a", evaluation=found).result is not None
     assert member("renamed", evaluation=found).result is not None
-    for other in ({"k": 4}, {"method": "transcoder"}, {"layer": 2}, {"tokens": 8000}):
+    for other in ({"k": 4}, {"method": "transcoder"}, {"block": 2}, {"tokens": 8000}):
         assert member("a", evaluation=found, **other).result is None
 
 
 def test_variants_of_one_kind_are_told_apart_by_name():
-    found = measured(member("layer3-mxd-k3"), member("layer3-mxd-k3-v2"))
-    assert member("layer3-mxd-k3-v2", evaluation=found).result.ce_increase == 1.0625
-    assert member("", evaluation=found, called="layer3-mxd-k3").result.ce_increase == 0.0625
+    found = measured(member("block3-mxd-k3"), member("block3-mxd-k3-v2"))
+    assert member("block3-mxd-k3-v2", evaluation=found).result.ce_increase == 1.0625
+    assert member("", evaluation=found, called="block3-mxd-k3").result.ce_increase == 0.0625
     assert member("neither", evaluation=found).result is None
 
 

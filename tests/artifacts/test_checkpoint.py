@@ -30,7 +30,7 @@ PROVENANCE = Provenance(
     revision="abc",
     layer=3,
     fingerprint="0123",
-    masked_ids=(0, 2),
+    excluded_ids=(0, 2),
     data={"source": "bundled", "context": 128},
     tokens=1000,
     seed=7,
@@ -39,7 +39,7 @@ PROVENANCE = Provenance(
 
 
 def make(method="mxd", sparsity=None, seed=0):
-    layer = LAYERS[method](num_units=12, sparsity=sparsity or TopKConfig(k=3)).inherit(SHAPE).build()
+    layer = LAYERS[method](num_units=12, sparsity=sparsity or TopKConfig(k=3)).resolve(SHAPE).build()
     torch.manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.normal_()
@@ -385,9 +385,9 @@ def test_provenance_is_frozen_and_knows_its_fields():
     with pytest.raises(ValueError, match="frozen"):
         PROVENANCE.layer = 4
     with pytest.raises(ValueError, match="colour"):
-        Provenance(model="m", revision=None, layer=0, fingerprint="f", colour="red")
+        Provenance(model="m", revision=None, block=0, fingerprint="f", colour="red")
 
 
 def test_a_config_without_sizes_cannot_be_built():
     with pytest.raises(MxdError, match=r"cannot build MxD: .*num_units"):
-        MxDConfig().inherit(SHAPE).build()
+        MxDConfig().resolve(SHAPE).build()

@@ -64,7 +64,7 @@ def make(k, seed=0):
 
 def provenance(base, number, **fields):
     known = {"model": "org/base", "revision": OLD, "tokens": 1000}
-    return Provenance(layer=number, fingerprint=base.fingerprint(number), **known | fields)
+    return Provenance(block=number, fingerprint=base.fingerprint(number), **known | fields)
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def run(tmp_path, gpt2):
     """A run's folder: two blocks x two K, and what a run leaves beside them."""
     for number in (0, 1):
         for k in (4, 8):
-            save_layer(tmp_path / "run" / f"layer{number}-tc-k{k}", make(k, 10 * number + k), provenance(gpt2, number))
+            save_layer(tmp_path / "run" / f"block{number}-tc-k{k}", make(k, 10 * number + k), provenance(gpt2, number))
     (tmp_path / "run" / "state" / "step-1").mkdir(parents=True)
-    for private in ("state/step-1/state.safetensors", "metrics.jsonl", "config.yaml", "layer0-tc-k4/notes.txt"):
+    for private in ("state/step-1/state.safetensors", "metrics.jsonl", "config.yaml", "block0-tc-k4/notes.txt"):
         (tmp_path / "run" / private).write_text("not to be shared")
-    (tmp_path / "run" / ".layer9-tc-k4.abc").mkdir()
-    (tmp_path / "run" / ".layer9-tc-k4.abc" / "config.json").write_text("{}")
+    (tmp_path / "run" / ".block9-tc-k4.abc").mkdir()
+    (tmp_path / "run" / ".block9-tc-k4.abc" / "config.json").write_text("{}")
     return tmp_path / "run"
 
 
@@ -114,7 +114,7 @@ def contents(folder):
     [
         ("org/name", ("org/name", "", None)),
         ("org/name@v1.0", ("org/name", "", "v1.0")),
-        ("org/name/layer3-mxd-k32", ("org/name", "layer3-mxd-k32", None)),
+        ("org/name/block3-mxd-k32", ("org/name", "block3-mxd-k32", None)),
         ("org/name/a/b_c.d+e=f@refs/pr/1", ("org/name", "a/b_c.d+e=f", "refs/pr/1")),
         (f"hf://org/name/sub@{NEW}", ("org/name", "sub", NEW)),
     ],
@@ -197,24 +197,24 @@ def test_a_pushed_layer_gives_the_same_logits_bit_for_bit(hub, single, gpt2, ids
 
 def test_a_pushed_set_gives_the_same_logits_whole_and_by_pattern(hub, run, gpt2, ids):
     local = load_layers(run)
-    assert list(local) == ["layer0-tc-k4", "layer0-tc-k8", "layer1-tc-k4", "layer1-tc-k8"]
+    assert list(local) == ["block0-tc-k4", "block0-tc-k8", "block1-tc-k4", "block1-tc-k8"]
     revision = push(run, "org/set").revision
     assert list(mxd.load_layers("org/set")) == list(local)
     some = mxd.load_layers("org/set", "*-k8", revision=revision)
-    assert list(some) == ["layer0-tc-k8", "layer1-tc-k8"]
-    expected = logits(gpt2, ids, {0: local["layer0-tc-k8"], 1: local["layer1-tc-k8"]})
-    assert torch.equal(logits(gpt2, ids, {0: some["layer0-tc-k8"], 1: some["layer1-tc-k8"]}), expected)
-    assert torch.equal(logits(gpt2, ids, {0: "org/set/layer0-tc-k8", 1: f"org/set/layer1-tc-k8@{revision}"}), expected)
-    copies = pull("org/set", "mine", "layer1-*")
-    assert copies == [Path("mine/layer1-tc-k4"), Path("mine/layer1-tc-k8")]
-    assert torch.equal(logits(gpt2, ids, {0: local["layer0-tc-k8"], 1: copies[1]}), expected)
+    assert list(some) == ["block0-tc-k8", "block1-tc-k8"]
+    expected = logits(gpt2, ids, {0: local["block0-tc-k8"], 1: local["block1-tc-k8"]})
+    assert torch.equal(logits(gpt2, ids, {0: some["block0-tc-k8"], 1: some["block1-tc-k8"]}), expected)
+    assert torch.equal(logits(gpt2, ids, {0: "org/set/block0-tc-k8", 1: f"org/set/block1-tc-k8@{revision}"}), expected)
+    copies = pull("org/set", "mine", "block1-*")
+    assert copies == [Path("mine/block1-tc-k4"), Path("mine/block1-tc-k8")]
+    assert torch.equal(logits(gpt2, ids, {0: local["block0-tc-k8"], 1: copies[1]}), expected)
 
 
 def test_a_pattern_downloads_no_other_weights(hub, run):
     push(run, "org/set")
-    load_layers("org/set", "layer0-*-k4")
+    load_layers("org/set", "block0-*-k4")
     assert len(hub.asked("GET", "safetensors")) == 1
-    find_layers("org/set", "layer1-*", weights=False)
+    find_layers("org/set", "block1-*", weights=False)
     assert len(hub.asked("GET", "safetensors")) == 1
 
 
@@ -222,7 +222,7 @@ def test_only_what_a_checkpoint_is_made_of_is_sent(hub, run):
     push(run, "org/set")
     sent = set(hub.files("org/set")) - {".gitattributes", "README.md"}
     names = ("config.json", "metrics.json", "model.safetensors", "README.md")
-    assert sent == {f"layer{n}-tc-k{k}/{name}" for n in (0, 1) for k in (4, 8) for name in names}
+    assert sent == {f"block{n}-tc-k{k}/{name}" for n in (0, 1) for k in (4, 8) for name in names}
 
 
 def test_a_link_is_not_followed_to_what_it_leads_to(hub, single, tmp_path):
@@ -251,7 +251,7 @@ def test_the_pinned_revision_holds_the_whole_checkpoint_and_stands_in_the_card(h
     assert set(there) == set(now)
     assert {path for path in now if now[path] != there[path]} == {path for path in now if path.endswith("README.md")}
     assert f'"org/set@{revision}"' in now["README.md"].decode()
-    assert f'"org/set/layer0-tc-k4@{revision}"' in now["layer0-tc-k4/README.md"].decode()
+    assert f'"org/set/block0-tc-k4@{revision}"' in now["block0-tc-k4/README.md"].decode()
 
 
 def test_new_weights_get_a_new_pin_and_the_old_one_still_gives_the_old(hub, single, gpt2):
@@ -311,12 +311,12 @@ def test_a_reader_may_open_a_pull_request_and_nothing_else(hub, single, gpt2):
 def test_private_is_private(hub, single, run):
     push(single, "org/one", private=True)
     assert hub.repos["org/one"].private
-    assert mxd.from_pretrained("org/one").provenance.layer == 1
+    assert mxd.from_pretrained("org/one").provenance.block == 1
     with pytest.raises(MxdError, match="no repository org/one on the Hub"):
         load_layer("org/one", token=READER, cache_dir="other")
     push(run, "org/open")
     before = hub.files("org/open")
-    (run / "layer0-tc-k4" / "metrics.json").write_text('{"secret": 1}')
+    (run / "block0-tc-k4" / "metrics.json").write_text('{"secret": 1}')
     with pytest.raises(MxdError, match="there already and public, so nothing was sent"):
         push(run, "org/open", private=True)
     assert hub.files("org/open") == before
@@ -336,11 +336,11 @@ def test_a_layer_and_a_set_do_not_share_a_repository(hub, single, run):
 def test_a_set_is_not_one_layer_and_a_layer_no_set(hub, single, run):
     push(single, "org/one")
     push(run, "org/set")
-    with pytest.raises(MxdError, match="holds 4 layers; add the name of one, or use load_layers: layer0-tc-k4, "):
+    with pytest.raises(MxdError, match="holds 4 layers; add the name of one, or use load_layers: block0-tc-k4, "):
         load_layer("org/set")
     with pytest.raises(MxdError, match="is one layer, from which pattern"):
         load_layers("org/one", "*-k4")
-    with pytest.raises(MxdError, match=r"no layer at 'org/set' matches '\*-k9'; there are: layer0-tc-k4, "):
+    with pytest.raises(MxdError, match=r"no layer at 'org/set' matches '\*-k9'; there are: block0-tc-k4, "):
         load_layers("org/set", "*-k9")
     assert list(load_layers("org/one")) == ["one"]
     with pytest.raises(MxdError, match="no checkpoint at 'org/set/layer7'"):
@@ -376,7 +376,7 @@ def test_another_revision_of_the_base_model_warns_and_another_model_is_refused(h
 
 def test_an_interrupted_upload_shows_nothing_and_resumes(hub, run, capsys):
     repo, weights = "org/set", {path.parent.name: path for path in run.glob("*/model.safetensors")}
-    stuck = re.escape(_sha256(weights["layer1-tc-k8"]))
+    stuck = re.escape(_sha256(weights["block1-tc-k8"]))
     hub.fault("PUT", stuck, cut=100)
     code, _, message = command(capsys, "push", run, repo)
     assert code == 1
@@ -435,8 +435,8 @@ def test_a_download_that_breaks_off_once_goes_on_where_it_was(hub, single, monke
 
 def test_a_set_of_which_a_part_is_missing_is_not_taken_for_the_whole(hub, run):
     push(run, "org/set")
-    load_layers("org/set", "layer0-*")
-    assert list(load_layers("org/set", "layer0-*", local_files_only=True)) == ["layer0-tc-k4", "layer0-tc-k8"]
+    load_layers("org/set", "block0-*")
+    assert list(load_layers("org/set", "block0-*", local_files_only=True)) == ["block0-tc-k4", "block0-tc-k8"]
     with pytest.raises(MxdError, match="not complete in the local cache"):
         load_layers("org/set", local_files_only=True)
 
@@ -447,7 +447,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub, single, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     asked = len(hub.log)
     for options in ({}, {"local_files_only": True}):
-        assert mxd.from_pretrained("org/one", cache_dir="kept", **options).provenance.layer == 1
+        assert mxd.from_pretrained("org/one", cache_dir="kept", **options).provenance.block == 1
     assert len(hub.log) == asked
     with pytest.raises(MxdError, match=r"offline mode is on \(HF_HUB_OFFLINE\), and org/one@.* is not complete"):
         mxd.from_pretrained("org/one", revision=revision, cache_dir="other")
@@ -591,7 +591,7 @@ def test_no_message_shows_a_token(hub, single, token, monkeypatch):
 
 def test_a_full_disk_at_the_target_leaves_what_was_there(hub, run, capsys, monkeypatch):
     push(run, "org/set")
-    pull("org/set", "mine", "layer0-*")
+    pull("org/set", "mine", "block0-*")
     before = contents(Path("mine"))
 
     def fail(source, target):
@@ -683,8 +683,8 @@ def test_no_flipped_bit_is_pushed(hub, single, run):
     for _ in flipped(single / "model.safetensors", 40):
         with pytest.raises(MxdError, match=r"single/model.safetensors is not what was saved"):
             push(single, "org/one")
-    for _ in flipped(run / "layer1-tc-k4" / "model.safetensors", 1):
-        with pytest.raises(MxdError, match=r"layer1-tc-k4/model.safetensors is not what was saved"):
+    for _ in flipped(run / "block1-tc-k4" / "model.safetensors", 1):
+        with pytest.raises(MxdError, match=r"block1-tc-k4/model.safetensors is not what was saved"):
             push(run, "org/set")
     assert not hub.uploads and not hub.repos
 
@@ -710,16 +710,16 @@ def test_a_set_with_a_name_that_push_would_refuse_is_refused_by_pull(hub, run, c
     push(run, "org/set")
     files = hub.files("org/set")
     evil = {
-        f"{name}/{path.partition('/')[2]}": data for path, data in files.items() if path.startswith("layer1-tc-k8/")
+        f"{name}/{path.partition('/')[2]}": data for path, data in files.items() if path.startswith("block1-tc-k8/")
     }
-    serve(hub, "org/evil", {path: data for path, data in files.items() if "layer1-tc-k8" not in path} | evil)
+    serve(hub, "org/evil", {path: data for path, data in files.items() if "block1-tc-k8" not in path} | evil)
     for verb in ("pull", "info"):
         code, out, message = command(capsys, verb, "org/evil")
         assert code == 1 and not out
         assert "org/evil holds a layer in a folder called " in message
         assert message.isprintable()
     assert not Path("checkpoints").exists() and not hub.asked("GET", "evil.*safetensors")
-    assert [path.name for path in pull("org/evil", pattern="layer0-*")] == ["layer0-tc-k4", "layer0-tc-k8"]
+    assert [path.name for path in pull("org/evil", pattern="block0-*")] == ["block0-tc-k4", "block0-tc-k8"]
 
 
 @pytest.mark.parametrize("folder", ["./--opt", "a b; $(touch escaped)", "it's"])
@@ -740,9 +740,9 @@ def test_pulling_changes_nothing_that_is_there(hub, run, single, gpt2):
     for _ in range(2):  # the second finds it done
         assert [path.name for path in pull("org/set", "mine")] == [path.name for path in find_layers(run)]
         pull("org/one", "layer")
-    mine = save_layer("mine/layer0-tc-k4", make(4, seed=9), provenance(gpt2, 0))
+    mine = save_layer("mine/block0-tc-k4", make(4, seed=9), provenance(gpt2, 0))
     before = contents(Path("mine"))
-    with pytest.raises(MxdError, match=r"mine/layer0-tc-k4 exists and holds something else; choose another folder"):
+    with pytest.raises(MxdError, match=r"mine/block0-tc-k4 exists and holds something else; choose another folder"):
         pull("org/set", "mine")
     with pytest.raises(MxdError, match="exists and holds something else"):
         pull("org/one", mine)
@@ -780,14 +780,14 @@ def test_names_of_downloaded_layers(hub, run, single):
     push(single, "org/one")
     from mxd.evaluation.checkpoints import name_of
 
-    assert [name_of(path) for path in find_layers("org/set", "layer0-*")] == [
-        "org/set/layer0-tc-k4",
-        "org/set/layer0-tc-k8",
+    assert [name_of(path) for path in find_layers("org/set", "block0-*")] == [
+        "org/set/block0-tc-k4",
+        "org/set/block0-tc-k8",
     ]
     (one,) = find_layers("org/one")
     assert name_of(one) == "org/one"
-    (found,) = find_layers(f"org/set/layer1-tc-k8@{revision}")
-    assert cached_reference(found) == HubReference("org/set", "layer1-tc-k8", revision)
+    (found,) = find_layers(f"org/set/block1-tc-k8@{revision}")
+    assert cached_reference(found) == HubReference("org/set", "block1-tc-k8", revision)
     assert cached_reference(run) is None
 
 
@@ -798,7 +798,7 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
     layer = TranscoderConfig(d_in=128, d_out=128, num_units=256, sparsity=TopKConfig(k=8)).build()
     data = {"source": "bundled", "split": "validation", "context": 32}
     folder = save_layer(
-        tmp_path / "run" / "layer2-tc-k8",
+        tmp_path / "run" / "block2-tc-k8",
         layer,
         provenance(trained_gpt2, 2, model="tiny-gpt2", revision=None, data=data),
     )
@@ -813,16 +813,16 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
     assert {"faithfulness.json", "frontier.png", "README.md"} < set(hub.files("org/set"))
     assert "![" in hub.files("org/set")["README.md"].decode()
     code, out, _ = command(capsys, "info", f"org/set@{revision}")
-    assert code == 0 and list(json.loads(out)) == [f"org/set/layer2-tc-k8@{revision}"]
-    code, out, _ = command(capsys, "evaluate", "org/set/layer2-tc-k8", "--tokens", 128)
-    assert code == 0 and "numbers: faithfulness-layer2-tc-k8.json" in out
-    here = json.loads((tmp_path / "run" / "faithfulness.json").read_text())["results"]["run/layer2-tc-k8"]
-    there = json.loads(Path("faithfulness-layer2-tc-k8.json").read_text())["results"]["org/set/layer2-tc-k8"]
+    assert code == 0 and list(json.loads(out)) == [f"org/set/block2-tc-k8@{revision}"]
+    code, out, _ = command(capsys, "evaluate", "org/set/block2-tc-k8", "--tokens", 128)
+    assert code == 0 and "numbers: faithfulness-block2-tc-k8.json" in out
+    here = json.loads((tmp_path / "run" / "faithfulness.json").read_text())["results"]["run/block2-tc-k8"]
+    there = json.loads(Path("faithfulness-block2-tc-k8.json").read_text())["results"]["org/set/block2-tc-k8"]
     assert there == here
     code, out, _ = command(capsys, "pull", "org/set", "mine", "--pattern", "*-k8")
-    assert code == 0 and "pulled: mine/layer2-tc-k8\nnext: mxd evaluate mine/layer2-tc-k8" in out
+    assert code == 0 and "pulled: mine/block2-tc-k8\nnext: mxd evaluate mine/block2-tc-k8" in out
     assert set(contents(Path("mine"))) >= {"faithfulness.json", "frontier.png", "README.md"}
-    assert contents(Path("mine/layer2-tc-k8")).keys() == contents(folder).keys()
+    assert contents(Path("mine/block2-tc-k8")).keys() == contents(folder).keys()
 
 
 def test_the_endpoint_is_set_by_its_environment_variable(hub, single, tmp_path):

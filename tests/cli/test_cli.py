@@ -41,28 +41,28 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     code, out, _ = mxd(capsys, "evaluate", str(tmp_path / "abc"), "--tokens", "256")
     assert code == 0 and "CE increase" in out and "zero-ablated" in out
     results = json.loads((tmp_path / "abc" / "faithfulness.json").read_text())["results"]
-    assert set(results) == {"abc/layer1-mxd-k2", "abc/layer1-mxd-k4"}
-    code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "layer1-mxd-k2"))
+    assert set(results) == {"abc/block1-mxd-k2", "abc/block1-mxd-k4"}
+    code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "block1-mxd-k2"))
     (described,) = json.loads(out).values()
     assert described["parameters"] > 0 and described["provenance"]["model"] == "tiny-gpt2"
     code, _, err = mxd(capsys, "train", str(config), "--run", "abc")
     assert code == 1 and "already holds a run" in err
     code, _, _ = mxd(capsys, "train", str(tmp_path / "abc" / "config.yaml"), "--resume")
     assert code == 0
-    single = str(tmp_path / "abc" / "layer1-mxd-k2")
+    single = str(tmp_path / "abc" / "block1-mxd-k2")
     code, out, _ = mxd(capsys, "evaluate", single, "--together", "--tokens", "256", "--out", str(tmp_path / "e.json"))
     assert code == 0 and (tmp_path / "e.json").exists()
 
 
 def test_generate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert mxd(capsys, "train", str(config))[0] == 0
-    single = str(tmp_path / "r" / "layer1-mxd-k2")
+    single = str(tmp_path / "r" / "block1-mxd-k2")
     code, out, _ = mxd(capsys, "generate", single, "--prompt", "The President of the", "--tokens", "3")
     assert code == 0 and "prompt   The President of the" in out and "of 3 tokens agree" in out and "numbers" not in out
     code, out, _ = mxd(capsys, "generate", str(tmp_path / "r"), "--limit", "9", "--words", "2", "--tokens", "5")
     assert code == 0 and out.count("of 9 prompts the same") == 2 and " to 4; mean" in out
     found = json.loads((tmp_path / "r" / "generation.json").read_text())
-    assert found["asked"]["words"] == 2 and len(found["results"]["r/layer1-mxd-k4"]["agreed"]) == 9
+    assert found["asked"]["words"] == 2 and len(found["results"]["r/block1-mxd-k4"]["agreed"]) == 9
     code, _, err = mxd(capsys, "generate")
     assert code == 1 and "mxd generate checkpoints/RUN" in err
 
@@ -91,7 +91,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
     assert len(results("live")) == 4
     for words, message in (
         (["--seed", "1"], "seed: 0, asked for 1"),
-        (["--layers", "[0]"], "it has layers 1, asked for 0"),
+        (["--blocks", "[0]"], "it has layers 1, asked for 0"),
         (["--training.tokens", "2048"], "holds 1,024 tokens, the run asks for 2,048"),
     ):
         code, err = run("other", "--data.cache", str(folder), *words)
@@ -105,7 +105,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
     [
         (["train", "nowhere.yaml"], "cannot read config"),
         (["train", "CONFIG", "--training.nope", "1"], "fields here"),
-        (["train", "CONFIG", "--layers", "[50]"], "out of range"),
+        (["train", "CONFIG", "--blocks", "[50]"], "out of range"),
         (["train", "CONFIG", "--replacements.0.sparsity.k", "90000"], "k = 90000"),
         (["train", "CONFIG", "--model.source", "no/such-model"], "cannot load base model 'no/such-model'"),
         (["train", "CONFIG", "--data.source", "no/such-data"], "cannot load dataset"),
@@ -117,7 +117,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
         (["cache", "CONFIG", "mxd"], "mxd exists and is not an activation cache; choose another folder"),
         (["cache", "CONFIG", "CONFIG"], "exists and is not an activation cache"),
         (["cache", "CONFIG", "CONFIG/below"], "Not a directory; choose another folder"),
-        (["cache", "CONFIG", "nowhere", "--layers", "[50]"], "out of range"),
+        (["cache", "CONFIG", "nowhere", "--blocks", "[50]"], "out of range"),
         (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no column 'body'"),
         (["evaluate"], "at least one checkpoint"),
         (["evaluate", "nowhere"], "no checkpoint"),

@@ -14,7 +14,7 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.data.activations import Cursor, activation_batches, buffer_bytes
-from mxd.data.contexts import token_blocks
+from mxd.data.contexts import token_contexts
 from mxd.data.prefetch import ahead
 from mxd.model.loading import load_frozen
 
@@ -46,21 +46,21 @@ def endless(rows):
     return blocks
 
 
-def batches(model, blocks, layers=(1, 2), **options):
+def batches(model, contexts, blocks=(1, 2), **options):
     options = {
         "batch_tokens": BATCH,
         "buffer_tokens": 3 * BATCH,
-        "masked_ids": MASKED,
+        "excluded_ids": MASKED,
         "forward_contexts": 2,
         **options,
     }
-    return activation_batches(model, layers, blocks, **options)
+    return activation_batches(model, blocks, contexts, **options)
 
 
-def places(model, rows, batch, layer=2):
+def places(model, rows, batch, block=2):
     """Return each token's place in the text, context * CONTEXT + position, by its activations; they must match."""
-    x, y = (t.reshape(-1, 32) for t in model.record(torch.from_numpy(rows).long(), [layer])[layer])
-    got_x, got_y = batch.sites[layer]
+    x, y = (t.reshape(-1, 32) for t in model.record(torch.from_numpy(rows).long(), [block])[block])
+    got_x, got_y = batch.sites[block]
     distances = torch.cdist(got_x, x, compute_mode="donot_use_mm_for_euclid_dist")
     found = distances.argmin(1)
     torch.testing.assert_close(got_x, x[found], atol=1e-4, rtol=1e-4)
@@ -116,7 +116,7 @@ def test_windows_follow_the_text_and_may_cut_a_context(gpt2, rows):
 def test_masked_tokens_never_appear(gpt2, rows):
     seen = torch.cat([batch.ids for batch in batches(gpt2, finite(rows))])
     assert not set(seen.tolist()) & set(MASKED)
-    everything = torch.cat([batch.ids for batch in batches(gpt2, finite(rows), masked_ids=())])
+    everything = torch.cat([batch.ids for batch in batches(gpt2, finite(rows), excluded_ids=())])
     assert sorted(everything.tolist()) == sorted(rows.reshape(-1).tolist())
 
 
@@ -127,7 +127,7 @@ def test_layers_share_the_order_of_tokens(gpt2, rows):
 
 
 def test_layers_do_not_depend_on_what_else_is_recorded(gpt2, rows):
-    both, alone = (list(batches(gpt2, finite(rows), layers)) for layers in ((0, 2), (2,)))
+    both, alone = (list(batches(gpt2, finite(rows), blocks)) for blocks in ((0, 2), (2,)))
     assert all(torch.equal(a.sites[2][1], b.sites[2][1]) for a, b in zip(both, alone, strict=True))
 
 
@@ -153,7 +153,7 @@ def test_the_stream_is_drawn_from_the_seed(gpt2, rows):
 def test_the_order_is_new_in_every_window(gpt2, rows):
     """Two epochs of the same windows come in two orders."""
     text = rows[:4, 1:]  # 32 tokens
-    stream = list(islice(batches(gpt2, endless(text), buffer_tokens=32, masked_ids=()), 8))
+    stream = list(islice(batches(gpt2, endless(text), buffer_tokens=32, excluded_ids=()), 8))
     first, second = (torch.cat([batch.ids for batch in half]).tolist() for half in (stream[:4], stream[4:]))
     assert sorted(first) == sorted(second)
     assert first != second
@@ -178,10 +178,10 @@ def test_a_stream_resumes_from_between_any_two_batches(gpt2, rows):
 
 def test_a_resumed_stream_crosses_epochs_of_text(gpt2):
     texts = [f"{chr(97 + i)} is the letter number {i} of the alphabet, and this is sentence {i}." for i in range(12)]
-    blocks = token_blocks(texts, gpt2.tokenizer, context=16, seed=4)
-    whole = list(islice(batches(gpt2, blocks, masked_ids=(0,)), 60))
+    blocks = token_contexts(texts, gpt2.tokenizer, context=16, seed=4)
+    whole = list(islice(batches(gpt2, blocks, excluded_ids=(0,)), 60))
     assert whole[-1].cursor.context > 2 * 12 * 20 // 16  # more than one epoch
-    rest = list(islice(batches(gpt2, blocks, masked_ids=(0,), start=whole[40].cursor), 19))
+    rest = list(islice(batches(gpt2, blocks, excluded_ids=(0,), start=whole[40].cursor), 19))
     assert all_same(rest, whole[41:])
 
 
@@ -216,7 +216,7 @@ def test_a_context_may_be_longer_than_several_windows(gpt2):
 
 
 def test_buffer_bytes_is_what_the_window_holds(gpt2, rows):
-    window = list(islice(batches(gpt2, finite(rows), layers=(0, 2)), 3))
+    window = list(islice(batches(gpt2, finite(rows), blocks=(0, 2)), 3))
     held = sum(t.numel() * t.element_size() for batch in window for pair in batch.sites.values() for t in pair)
     assert buffer_bytes([(32, 32), (32, 32)], 3 * BATCH) == held == 24 * 4 * 128
     assert buffer_bytes([(768, 768), (2048, 512)], 131_072) == 131_072 * 4 * 4096
@@ -236,9 +236,9 @@ def test_an_activation_that_is_not_finite_is_refused(build_model, tokenizer, row
     module = build_model("gpt2")
     module.transformer.h[1].mlp.c_proj.bias.data[3] = value
     model = load_frozen(module, tokenizer=tokenizer)
-    assert next(batches(model, finite(rows), layers=(0,)))
-    with pytest.raises(MxdError, match="layer 1: an activation is not finite in 24 of 24 tokens"):
-        next(batches(model, finite(rows), layers=(1,)))
+    assert next(batches(model, finite(rows), blocks=(0,)))
+    with pytest.raises(MxdError, match="block 1: an activation is not finite in 24 of 24 tokens"):
+        next(batches(model, finite(rows), blocks=(1,)))
 
 
 class Forgiving(torch.nn.Module):
@@ -252,8 +252,8 @@ def test_an_input_that_is_not_finite_is_refused(build_model, rows):
     model = load_frozen(build_model("gpt2"))
     model.blocks[1].mlp = Forgiving()
     model.blocks[1].ln_2.bias.data[0] = float("nan")
-    with pytest.raises(MxdError, match="layer 1: an activation is not finite"):
-        next(batches(model, finite(rows), layers=(1,)))
+    with pytest.raises(MxdError, match="block 1: an activation is not finite"):
+        next(batches(model, finite(rows), blocks=(1,)))
 
 
 def test_a_target_of_norm_zero_is_refused_and_its_token_named(build_model, tokenizer):
@@ -264,13 +264,13 @@ def test_a_target_of_norm_zero_is_refused_and_its_token_named(build_model, token
     model = load_frozen(module, tokenizer=tokenizer)
     token = tokenizer(" state")["input_ids"][0]
     rows = np.full((4, 8), token, dtype=np.int32)
-    with pytest.raises(MxdError, match=rf"layer 1: an activation has norm zero.* token id {token} '.*Mask such tokens"):
-        next(batches(model, finite(rows), layers=(1,)))
+    with pytest.raises(MxdError, match=rf"block 1: an activation has norm zero.* token id {token} '.*Mask such tokens"):
+        next(batches(model, finite(rows), blocks=(1,)))
 
 
 def test_a_mask_that_leaves_nothing_is_refused(gpt2):
     masked = np.zeros((3, CONTEXT), dtype=np.int32)
-    with pytest.raises(MxdError, match=r"nothing but masked tokens; check data.mask_special"):
+    with pytest.raises(MxdError, match=r"nothing but excluded tokens; check data.exclude_special"):
         next(batches(gpt2, endless(masked)))
     assert not list(batches(gpt2, finite(masked)))
 

@@ -35,7 +35,7 @@ from mxd.common.processes import Processes
 from mxd.config import dump_config, parse_config
 from mxd.data.activations import Cursor, activation_batches
 from mxd.data.cache import cache_bytes, claim_cache, write_cache
-from mxd.data.exchange import Share
+from mxd.data.exchange import RankPart
 from mxd.data.reading import cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.shards import seal_of
 from mxd.data.store import Store
@@ -69,9 +69,9 @@ def live(gpt2):
     hide = rng.random(rows.shape) < 0.25
     rows[hide] = rng.choice(MASKED, hide.sum())
 
-    def stream(start=None, mine=None, layers=LAYERS):
-        options = {"batch_tokens": BATCH, "buffer_tokens": 3 * BATCH, "masked_ids": MASKED, "forward_contexts": 2}
-        return activation_batches(gpt2, layers, lambda first: iter(rows[first:]), start=start, mine=mine, **options)
+    def stream(start=None, mine=None, blocks=LAYERS):
+        options = {"batch_tokens": BATCH, "buffer_tokens": 3 * BATCH, "excluded_ids": MASKED, "forward_contexts": 2}
+        return activation_batches(gpt2, blocks, lambda first: iter(rows[first:]), start=start, mine=mine, **options)
 
     return stream
 
@@ -164,7 +164,7 @@ def test_cached_batches_are_the_live_ones_bit_for_bit(cache, whole):
 
 def test_some_layers_of_a_cache(cache, whole, live):
     alone = list(cached_batches(cache, (2,)))
-    assert all_same(alone, islice(live(layers=(2,)), 14))
+    assert all_same(alone, islice(live(blocks=(2,)), 14))
     assert all(torch.equal(a.sites[2][1], b.sites[2][1]) for a, b in zip(alone, whole, strict=True))
 
 
@@ -420,8 +420,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
         ({"batch_tokens": 4}, "batch_tokens: 8, asked for 4"),
         ({"site": "attention"}, "site: None, asked for 'attention'"),
         ({"revision": "decaf"}, "revision: 'c0ffee', asked for 'decaf'"),
-        ({"fingerprints": {"0": "aa", "2": "cc"}}, r"layer 2 is of another base model \(fingerprint bb, asked for cc"),
-        ({"fingerprints": {"1": "bb"}}, "it has layers 0, 2, asked for 1"),
+        ({"fingerprints": {"0": "aa", "2": "cc"}}, r"block 2 is of another base model \(fingerprint bb, asked for cc"),
+        ({"fingerprints": {"1": "bb"}}, "it has blocks 0, 2, asked for 1"),
     ],
 )
 def test_a_cache_of_something_else_is_refused_and_untouched(cache, changed, message):
@@ -433,15 +433,15 @@ def test_a_cache_of_something_else_is_refused_and_untouched(cache, changed, mess
 
 
 def test_all_differences_are_named_at_once(cache):
-    with pytest.raises(MxdError, match=r"seed: 0, asked for 7; it has layers 0, 2, asked for 1; .*asked for 5"):
+    with pytest.raises(MxdError, match=r"seed: 0, asked for 7; it has blocks 0, 2, asked for 1; .*asked for 5"):
         check_cache(cache, {**IDENTITY, "seed": 7, "fingerprints": {"1": "xx", "2": "bb", "5": "yy"}})
 
 
 def test_some_of_its_layers_can_be_read_but_not_written(cache):
-    """A shard of fewer layers in the midst would be unreadable."""
+    """A shard of fewer blocks in the midst would be unreadable."""
     fewer = {**IDENTITY, "fingerprints": {"2": "bb"}}
     check_cache(cache, fewer)
-    with pytest.raises(MxdError, match="has layers 0, 2, asked for 2"):
+    with pytest.raises(MxdError, match="has blocks 0, 2, asked for 2"):
         claim_cache(cache, fewer, SIZE)
 
 
@@ -589,7 +589,7 @@ def test_what_is_written_already_needs_no_more_room(cache, monkeypatch):
     shutil.copy(shard(cache, 0), cache / ".shard-000009.safetensors.0a1b2c3d")  # left by a killed write: does not count
     free(monkeypatch, 1000)
     claim_cache(cache, IDENTITY, there + 1000)
-    with pytest.raises(MxdError, match=r"lower training\.tokens, cache fewer layers, .* or choose another disk"):
+    with pytest.raises(MxdError, match=r"lower training\.tokens, cache fewer blocks, .* or choose another disk"):
         claim_cache(cache, IDENTITY, there + 1001)
 
 
@@ -647,7 +647,7 @@ def test_a_cache_in_half_precision_is_the_live_stream_rounded_once(tmp_path, liv
     assert {t.dtype for name, t in held.items() if name[1:] in (".x", ".y")} == {kind}
     assert {t.dtype for name, t in held.items() if "mean" in name} == {torch.float32}
     for got, want in zip(cached_batches(folder, LAYERS), whole, strict=True):
-        sites = {layer: tuple(t.to(kind).float() for t in pair) for layer, pair in want.sites.items()}
+        sites = {block: tuple(t.to(kind).float() for t in pair) for block, pair in want.sites.items()}
         assert same(got, dataclasses.replace(want, sites=sites))
         assert not torch.equal(got.sites[0][0], want.sites[0][0])
     sizes = sum(t.nbytes for n in range(9) for name, t in load_file(shard(folder, n)).items() if "mean" not in name)
@@ -664,9 +664,9 @@ def test_a_cache_goes_on_in_its_own_dtype_only(tmp_path, live):
 @pytest.mark.parametrize(
     ("site", "change", "message"),
     [
-        (0, 70_000.0, r"layer 2: x has a value of 70000, at token id \d+, which float16 cannot hold .*65504.*bfloat16"),
-        (1, -1e6, r"layer 2: y has a value of -1e\+06, at token id \d+, which float16 cannot hold"),
-        (1, "tiny", r"layer 2: y has a value of 1e-09, at token id \d+, which float16 cannot hold"),
+        (0, 70_000.0, r"block 2: x has a value of 70000, at token id \d+, which float16 cannot hold .*65504.*bfloat16"),
+        (1, -1e6, r"block 2: y has a value of -1e\+06, at token id \d+, which float16 cannot hold"),
+        (1, "tiny", r"block 2: y has a value of 1e-09, at token id \d+, which float16 cannot hold"),
     ],
 )
 def test_what_float16_cannot_hold_is_named_before_its_shard_is_written(tmp_path, live, site, change, message):
@@ -700,9 +700,9 @@ def test_the_parts_of_a_batch_are_its_rows(cache, mixed):
     parts = [read(part=(s, 4)) for s in range(4)]
     for batch, *quarters in zip(read(), *parts, strict=True):
         assert torch.equal(batch.ids, torch.cat([quarter.ids for quarter in quarters]))
-        for layer in LAYERS:
+        for block in LAYERS:
             for i in (0, 1):
-                assert torch.equal(batch.sites[layer][i], torch.cat([q.sites[layer][i] for q in quarters]))
+                assert torch.equal(batch.sites[block][i], torch.cat([q.sites[block][i] for q in quarters]))
         assert {len(quarter.ids) for quarter in quarters} == {len(batch.ids) // 4}
         assert all(quarter.cursor == batch.cursor for quarter in quarters)
     with pytest.raises(MxdError, match="cannot be divided into 3 equal parts"):
@@ -936,12 +936,12 @@ def cached(gpt2, text, tmp_path_factory):
 
 
 def run(out, text, cache=None, **fields):
-    """A run of 10 steps: three replacements at two layers; a cache of it has seven shards."""
+    """A run of 10 steps: three replacements at two blocks; a cache of it has seven shards."""
     sweep = [{"kind": "topk", "k": 4}, {"kind": "random_k", "k": 4}]
     raw = {
         "run": "r",
         "out": str(out),
-        "layers": list(LAYERS),
+        "blocks": list(LAYERS),
         "data": {"source": str(text / "a.jsonl"), "context": 16, "cache": str(cache) if cache else None},
         "sizing": {"expansion": 9},
         "replacements": [
@@ -956,8 +956,8 @@ def run(out, text, cache=None, **fields):
 
 
 def state_of(folder):
-    """Every tensor of a run's layers and last state, and its metrics but for times."""
-    paths = [*folder.glob("layer*/*.safetensors"), sorted(folder.glob("state/step-*/*.safetensors"))[-1]]
+    """Every tensor of a run's blocks and last state, and its metrics but for times."""
+    paths = [*folder.glob("block*/*.safetensors"), sorted(folder.glob("state/step-*/*.safetensors"))[-1]]
     tensors = {f"{path.parent.name}/{name}": t for path in paths for name, t in load_file(path).items()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -975,17 +975,17 @@ def assert_same_run(a, b):
 
 def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2, text, cached, monkeypatch):
     live_run = train(run(tmp_path / "live", text), model=gpt2)
-    names_ = {path.name for path in live_run.glob("layer*")}
-    assert names_ == {f"layer{n}-{kind}" for n in LAYERS for kind in ("mxd-k4", "mxd-randomk4", "sae-k4")}
+    names_ = {path.name for path in live_run.glob("block*")}
+    assert names_ == {f"block{n}-{kind}" for n in LAYERS for kind in ("mxd-k4", "mxd-randomk4", "sae-k4")}
 
     def fail(*args, **options):
         raise AssertionError("the text was read, or the base model run")
 
-    def at_bos(model, ids, layers):
-        return record(model, ids, layers) if ids.shape == (1, 1) else fail()
+    def at_bos(model, ids, blocks):
+        return record(model, ids, blocks) if ids.shape == (1, 1) else fail()
 
     record = type(gpt2).record
-    for name in ("documents", "token_blocks", "activation_batches"):
+    for name in ("documents", "token_contexts", "activation_batches"):
         monkeypatch.setattr(importlib.import_module("mxd.training.source"), name, fail)
     monkeypatch.setattr(type(gpt2), "record", at_bos)
     assert_same_run(train(run(tmp_path / "cached", text, cached), model=gpt2), live_run)
@@ -993,7 +993,7 @@ def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2
 
 
 def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gpt2, text, cached):
-    fields = {"layers": [2], "training": {"tokens": 300}}
+    fields = {"blocks": [2], "training": {"tokens": 300}}
     a = train(run(tmp_path / "live", text, **fields), model=gpt2)
     b = train(run(tmp_path / "cached", text, cached, **fields), model=gpt2)
     assert_same_run(a, b)
@@ -1001,7 +1001,7 @@ def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gp
 
 @pytest.mark.parametrize("step", [5, 4])  # between two shards; inside a shard
 def test_interrupted_and_resumed_from_the_cache_equals_uninterrupted(tmp_path, gpt2, text, cached, monkeypatch, step):
-    fields = {"layers": [2], "training": {"save_every": step}}
+    fields = {"blocks": [2], "training": {"save_every": step}}
     uninterrupted = train(run(tmp_path / "whole", text, cached, **fields), model=gpt2)
     module = importlib.import_module("mxd.training.loop")
     real, calls = module.train_step, []
@@ -1150,11 +1150,11 @@ def other_gpt2(build_model, tokenizer):
         ({"seed": 1}, "seed: 0, asked for 1"),
         ({"data": {"source": "b.jsonl"}}, r"data: .*a\.jsonl.*, asked for .*b\.jsonl"),
         ({"data": {"context": 17}}, "data: .*'context': 16.*, asked for .*'context': 17"),
-        ({"data": {"mask_special": True}}, r"masked_ids: \[\], asked for \[0\]"),
+        ({"data": {"exclude_special": True}}, r"excluded_ids: \[\], asked for \[0\]"),
         ({"data": {"bos_constant": False}}, "bos_id: 0, asked for None"),
         ({"training": {"batch_tokens": 32}}, "batch_tokens: 64, asked for 32"),
         ({"training": {"buffer_tokens": 256}}, "buffer_tokens: 192, asked for 256"),
-        ({"layers": [1, 2]}, "it has layers 0, 2, asked for 1"),
+        ({"blocks": [1, 2]}, "it has blocks 0, 2, asked for 1"),
         ({"training": {"tokens": 704}}, "holds 640 tokens, the run asks for 704; lower training.tokens, .* or go on"),
     ],
 )
@@ -1172,7 +1172,7 @@ def test_a_run_refuses_a_cache_of_something_else(tmp_path, gpt2, text, cached, f
 
 
 def test_a_run_refuses_the_cache_of_another_base_model(tmp_path, text, cached, other_gpt2, build_model, tokenizer):
-    with pytest.raises(MxdError, match=r"layer 0 is of another base model .*; layer 2 is of another base model"):
+    with pytest.raises(MxdError, match=r"block 0 is of another base model .*; block 2 is of another base model"):
         train(run(tmp_path, text, cached), model=other_gpt2)
     half = load_frozen(build_model("gpt2").to(torch.bfloat16), tokenizer=tokenizer)
     with pytest.raises(MxdError, match="model_dtype: 'float32', asked for 'bfloat16'"):
@@ -1181,7 +1181,7 @@ def test_a_run_refuses_the_cache_of_another_base_model(tmp_path, text, cached, o
 
 
 def test_a_run_needs_only_as_many_tokens_as_its_whole_steps(tmp_path, gpt2, text, cached):
-    folder = train(run(tmp_path, text, cached, layers=[2], training={"tokens": 703}), model=gpt2)
+    folder = train(run(tmp_path, text, cached, blocks=[2], training={"tokens": 703}), model=gpt2)
     assert state_of(folder)[1][-1]["tokens"] == 640
 
 
@@ -1189,7 +1189,7 @@ def test_a_shard_damaged_under_a_run_saves_what_was_trained(tmp_path, gpt2, text
     folder = tmp_path / "cache"
     shutil.copytree(cached, folder)
     cut_to(-1)(folder, 3)
-    config = run(tmp_path, text, folder, layers=[2])
+    config = run(tmp_path, text, folder, blocks=[2])
     with pytest.raises(MxdError, match=r"cannot read .*shard-000003"):
         train(config, model=gpt2)
     assert [path.name for path in config.folder.glob("state/*")] == ["step-000000005"]
@@ -1197,7 +1197,7 @@ def test_a_shard_damaged_under_a_run_saves_what_was_trained(tmp_path, gpt2, text
 
 def test_a_layer_that_is_not_there_is_refused_before_anything_is_written(tmp_path, gpt2, text):
     with pytest.raises(MxdError, match=r"out of range.*0 \.\.\. 2"):
-        cache_activations(run(tmp_path, text, layers=[3]), tmp_path / "c", gpt2)
+        cache_activations(run(tmp_path, text, blocks=[3]), tmp_path / "c", gpt2)
     assert names(tmp_path) == []
 
 
@@ -1210,7 +1210,7 @@ def test_a_run_mixes_a_cache_of_another_seed_and_batch_size(tmp_path, gpt2, text
     """It may read more tokens than the cache holds, and goes on after a stop exactly as if it had not stopped."""
     fields = {
         "seed": 5,
-        "layers": [2],
+        "blocks": [2],
         "data": {"mix_shards": 3},
         "training": {"tokens": 1000, "batch_tokens": 50, "buffer_tokens": 50, "save_every": 7},
     }
@@ -1254,7 +1254,7 @@ def test_the_processes_of_a_launch_are_the_workers(tmp_path, gpt2, text, cached,
 
 def test_a_process_of_a_launch_reads_its_share_of_a_cache(tmp_path, gpt2, text, cached):
     config = run(tmp_path, text, cached)
-    shares = [Share((2,), 0, 2), Share((2,), 1, 2)]
+    shares = [RankPart((2,), 0, 2), RankPart((2,), 1, 2)]
     halves = [activation_stream(config, gpt2, None, Processes(rank, 2), shares) for rank in (0, 1)]
     for batch, a, b in islice(zip(activation_stream(config, gpt2), *halves, strict=True), 3):
         assert torch.equal(batch.sites[2][0], torch.cat([a.sites[2][0], b.sites[2][0]]))
@@ -1262,7 +1262,7 @@ def test_a_process_of_a_launch_reads_its_share_of_a_cache(tmp_path, gpt2, text, 
 
 
 def test_the_command_takes_a_dtype_and_a_worker(tmp_path, text, capsys):
-    (tmp_path / "a.yaml").write_text(dump_config(run(tmp_path, text, layers=[0], training={"buffer_tokens": 64})))
+    (tmp_path / "a.yaml").write_text(dump_config(run(tmp_path, text, blocks=[0], training={"buffer_tokens": 64})))
     for worker in ("2/2", "1/2"):
         code, out, _ = mxd(
             capsys, "cache", tmp_path / "a.yaml", tmp_path / "c", "--dtype", "bfloat16", "--worker", worker

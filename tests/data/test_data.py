@@ -19,7 +19,7 @@ from tables import SUFFIXES, write_table
 from mxd.common.bundled import bundled, bundled_path
 from mxd.common.errors import MxdError
 from mxd.data import contexts
-from mxd.data.contexts import mask_of, special_ids, token_blocks, token_folder
+from mxd.data.contexts import counted_positions, special_ids, token_contexts, token_folder
 from mxd.data.labelled import BUNDLED_SETS, labelled_texts
 from mxd.data.text import documents, text_hash
 from mxd.model.loading import BUNDLED, load_frozen, outline
@@ -42,7 +42,7 @@ class Bare(Letters):
 
 def packed(texts, tokenizer=None, **options):
     options = {"context": 4, "shuffle": False, "repeat": False, **options}
-    return [row.tolist() for row in token_blocks(texts, tokenizer or Letters(), **options)(0)]
+    return [row.tolist() for row in token_contexts(texts, tokenizer or Letters(), **options)(0)]
 
 
 def numbered(n):
@@ -68,7 +68,7 @@ def test_lists_and_generators_pack_the_same():
 
 def test_blocks_start_where_they_are_told():
     for options in ({}, {"shuffle": False}, {"repeat": False}):
-        blocks = token_blocks(numbered(20), Letters(), context=5, seed=3, **options)
+        blocks = token_contexts(numbered(20), Letters(), context=5, seed=3, **options)
         whole = list(islice(blocks(0), 70))
         for start in (0, 1, 19, 20, 21, 45):
             rest = list(islice(blocks(start), 70 - start))
@@ -77,13 +77,13 @@ def test_blocks_start_where_they_are_told():
 
 def test_a_lazy_source_starts_where_it_is_told():
     texts = numbered(20)
-    rest = list(token_blocks(iter(texts), Letters(), context=5)(7))
-    assert np.array_equal(rest, list(token_blocks(iter(texts), Letters(), context=5)(0))[7:])
+    rest = list(token_contexts(iter(texts), Letters(), context=5)(7))
+    assert np.array_equal(rest, list(token_contexts(iter(texts), Letters(), context=5)(0))[7:])
 
 
 def test_order_is_drawn_from_the_seed():
     def rows(seed):
-        return np.stack(list(islice(token_blocks(numbered(50), Letters(), context=5, seed=seed)(0), 50)))
+        return np.stack(list(islice(token_contexts(numbered(50), Letters(), context=5, seed=seed)(0), 50)))
 
     assert np.array_equal(rows(1), rows(1))
     assert not np.array_equal(rows(1), rows(2))
@@ -92,13 +92,15 @@ def test_order_is_drawn_from_the_seed():
 
 def test_the_contexts_of_a_single_document_are_ordered_by_the_seed_too():
     text = "".join(numbered(60))
-    orders = [[tuple(row) for row in islice(token_blocks([text], Letters(), seed=s, context=9)(0), 22)] for s in (1, 2)]
+    orders = [
+        [tuple(row) for row in islice(token_contexts([text], Letters(), seed=s, context=9)(0), 22)] for s in (1, 2)
+    ]
     assert set(orders[0]) == set(orders[1])
     assert orders[0] != orders[1]
 
 
 def test_every_epoch_holds_the_same_contexts_in_a_new_order():
-    rows = [tuple(row) for row in islice(token_blocks(numbered(50), Letters(), context=5)(0), 150)]
+    rows = [tuple(row) for row in islice(token_contexts(numbered(50), Letters(), context=5)(0), 150)]
     epochs = [rows[:50], rows[50:100], rows[100:]]
     assert len(set(rows)) == 50
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
@@ -109,7 +111,7 @@ def test_documents_are_shuffled_before_they_are_packed():
     """Otherwise contexts would always hold the same neighbours, whatever the seed."""
     together = set()
     for seed in range(2):
-        rows = list(token_blocks(numbered(50), Letters(), context=9, seed=seed, repeat=False)(0))
+        rows = list(token_contexts(numbered(50), Letters(), context=9, seed=seed, repeat=False)(0))
         together.update((seed, tuple(row)) for row in rows)
     assert len({row for _, row in together}) == 50  # 25 contexts for each seed, none in common
 
@@ -127,7 +129,7 @@ def test_an_endless_source_is_read_lazily():
             read.append(i)
             yield "abcdefg"
 
-    blocks = token_blocks(endless(), Letters(), context=4)
+    blocks = token_contexts(endless(), Letters(), context=4)
     assert not read
     assert len(list(islice(blocks(0), 10))) == 10
     assert len(read) <= 256
@@ -136,7 +138,7 @@ def test_an_endless_source_is_read_lazily():
 def test_text_shorter_than_a_context_is_refused():
     for texts in ([], [""], ["abc"]):
         with pytest.raises(MxdError, match="less than one context of 128 tokens"):
-            token_blocks(texts, Letters())
+            token_contexts(texts, Letters())
 
 
 def test_the_bundled_tokenizer_packs_its_own_text(tokenizer):
@@ -193,7 +195,7 @@ def test_text_is_tokenised_once_and_then_read_from_its_file(tokenizer, folder):
 def test_contexts_are_mapped_not_loaded(tokenizer, folder):
     """Both when the file was just written and later: what changes in the file changes in what was read."""
     for value in (7, 8):
-        _, second = islice(token_blocks(SENTENCES, tokenizer, context=8, shuffle=False)(0), 2)
+        _, second = islice(token_contexts(SENTENCES, tokenizer, context=8, shuffle=False)(0), 2)
         assert isinstance(second, np.memmap)
         assert not second.flags.writeable
         (file,) = folder.iterdir()
@@ -258,7 +260,7 @@ def test_ids_that_the_model_does_not_know_are_refused_and_never_read(tokenizer, 
     texts = ["abc", "de", "fg"]
     for tokens in (texts, iter(texts)):
         with pytest.raises(MxdError, match=r"ids from 1 to 16, and the model knows 0 ... 15; give the model with the"):
-            list(token_blocks(tokens, Letters(), context=4, vocabulary=16, repeat=False)(0))
+            list(token_contexts(tokens, Letters(), context=4, vocabulary=16, repeat=False)(0))
         assert len(packed(texts, vocabulary=17)) == 3
     expected = packed(SENTENCES, tokenizer, vocabulary=4096)
     (file,) = folder.iterdir()
@@ -275,7 +277,7 @@ def test_ids_that_the_model_does_not_know_are_refused_and_never_read(tokenizer, 
 def test_a_text_is_known_by_its_token_ids(tokenizer, folder):
     def digest(texts, **options):
         options = {"context": 8, "seed": 3, **options}
-        return token_blocks(texts, tokenizer, **options).digest(0)
+        return token_contexts(texts, tokenizer, **options).digest(0)
 
     own = digest(SENTENCES)
     assert len(own) == 32
@@ -295,7 +297,7 @@ def test_a_stream_is_known_by_what_was_read_of_it(tokenizer):
     rows = packed(SENTENCES, tokenizer, context=8)
     expected = [hashlib.sha256(np.array(rows[:n], np.int32)).hexdigest()[:32] for n in range(len(rows) + 1)]
     for start in (0, 1, 7):
-        blocks = token_blocks(iter(SENTENCES), tokenizer, context=8)
+        blocks = token_contexts(iter(SENTENCES), tokenizer, context=8)
         stream = blocks(start)
         for n in range(start, 20):
             assert next(stream).tolist() == rows[n]
@@ -345,7 +347,7 @@ def test_many_may_mend_one_file_at_the_same_time(tokenizer, folder):
 
 def test_text_too_short_leaves_no_file(tokenizer, folder):
     with pytest.raises(MxdError, match="less than one context"):
-        token_blocks(["a"], tokenizer)
+        token_contexts(["a"], tokenizer)
     assert kept(folder) == []
 
 
@@ -407,8 +409,8 @@ def test_where_tokenised_text_is_kept(tmp_path, monkeypatch):
 def test_special_ids_and_their_mask(tokenizer):
     assert special_ids(tokenizer) == [0]
     ids = np.array([[0, 5, 0], [7, 0, 0]])
-    assert mask_of(ids, [0, 7]).tolist() == [[False, True, False], [False, False, False]]
-    assert mask_of(ids, ()).all()
+    assert counted_positions(ids, [0, 7]).tolist() == [[False, True, False], [False, False, False]]
+    assert counted_positions(ids, ()).all()
 
 
 # Sources
@@ -636,7 +638,7 @@ def test_a_streamed_hub_dataset_is_ordered_by_the_seed(hub):
     orders = [list(documents("org/name", streaming=True, seed=seed)) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2]) == sorted(texts)
-    assert not isinstance(documents("org/name", streaming=True), list)  # so token_blocks reads it lazily
+    assert not isinstance(documents("org/name", streaming=True), list)  # so token_contexts reads it lazily
 
 
 def test_a_hub_dataset_without_the_column_or_split(hub):
@@ -726,7 +728,7 @@ def test_no_flipped_bit_of_a_bundled_model_is_read(assets, file):
         for load in (load_frozen, outline):
             with pytest.raises(MxdError, match=rf"tiny-llama/{file} is not what mxd came with"):
                 load("tiny-llama")
-    assert load_frozen("tiny-llama", device="cpu").num_layers == 6
+    assert load_frozen("tiny-llama", device="cpu").num_blocks == 6
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {}}', '{"files": {"text/test.parquet": 1}}'])

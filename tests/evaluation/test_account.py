@@ -39,7 +39,7 @@ def shares(model, number, layer, x):
     with torch.no_grad():
         code = layer.encode(x)
         a = np.zeros((TOKENS, layer.num_units))
-        np.put_along_axis(a, code.indices.numpy(), code.values.double().numpy(), 1)
+        np.put_along_axis(a, code.indices.numpy(), code.activations.double().numpy(), 1)
         v = np.stack([layer.unit_output(n, x).double().numpy() for n in range(layer.num_units)], 1)
         prediction = layer(x).double().numpy()
     rest = prediction - np.einsum("tn,tno->to", a, v)

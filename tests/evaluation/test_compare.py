@@ -31,7 +31,7 @@ def run(folder, questions, **changed):
     raw = {
         "run": "r",
         "out": str(folder),
-        "layers": [1],
+        "blocks": [1],
         "model": {"source": "tiny-gpt2", "device": "cpu"},
         "data": {"split": "validation"},
         "sizing": {"expansion": 9},
@@ -58,13 +58,13 @@ def test_every_question_has_a_config_and_an_answer():
 
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     folder = compare(run(tmp_path, list(QUESTIONS)))
-    names = {f"r/layer1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
+    names = {f"r/block1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
     for question in QUESTIONS:
         document = json.loads((folder / f"{question}.json").read_text())
         assert names <= set(document["results"]), question
         assert document["model"] == "tiny-gpt2" and document["versions"], question
-    assert json.loads((folder / "generation.json").read_text())["results"]["r/layer1-mxd-k2"]["prompts"] == 6
-    assert json.loads((folder / "units.json").read_text())["results"]["r/layer1-mxd-k2"]["tokens"] <= 512
+    assert json.loads((folder / "generation.json").read_text())["results"]["r/block1-mxd-k2"]["prompts"] == 6
+    assert json.loads((folder / "units.json").read_text())["results"]["r/block1-mxd-k2"]["tokens"] <= 512
 
 
 def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_path, monkeypatch):
@@ -90,13 +90,13 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
     folder = tmp_path / "r"
     before = answers(folder)
     assert set(before) == {"faithfulness"}
-    trained = (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes()
+    trained = (folder / "block1-mxd-k2" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(faithfulness, "answer", stop)  # not asked again
         compare(run(tmp_path, questions))
     after = answers(folder)
     assert set(after) == set(questions) and after["faithfulness"] == before["faithfulness"]
-    assert (folder / "layer1-mxd-k2" / "model.safetensors").read_bytes() == trained
+    assert (folder / "block1-mxd-k2" / "model.safetensors").read_bytes() == trained
     monkeypatch.setattr(file, "open_checkpoints", stop)  # nothing is left to do
     assert compare(run(tmp_path, questions)) == folder
     assert answers(folder) == after

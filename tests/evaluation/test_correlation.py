@@ -12,7 +12,7 @@ UNITS = 12
 
 
 def drawn(seed, texts=40, units=UNITS, rare=False):
-    """Coefficients of texts of unequal length, nearly all of them zero; with ``rare``, in two texts a unit at most."""
+    """Activations of texts of unequal length, nearly all of them zero; with ``rare``, in two texts a unit at most."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(texts):
@@ -21,12 +21,12 @@ def drawn(seed, texts=40, units=UNITS, rare=False):
     return found
 
 
-def counted(coefficients, scores, batch=7):
+def counted(activations, scores, batch=7):
     """Feed texts to a ``Correlation``, some at a time, as sparse codes."""
-    units = coefficients[0].shape[1]
+    units = activations[0].shape[1]
     found = Correlation(units)
-    for start in range(0, len(coefficients), batch):
-        some = coefficients[start : start + batch]
+    for start in range(0, len(activations), batch):
+        some = activations[start : start + batch]
         values = torch.from_numpy(np.concatenate(some))
         order = torch.argsort(values, 1, descending=True)
         row = torch.repeat_interleave(torch.arange(len(some)), torch.tensor([len(each) for each in some]))
@@ -35,9 +35,9 @@ def counted(coefficients, scores, batch=7):
     return found
 
 
-def expanded(coefficients, scores):
+def expanded(activations, scores):
     """A score for each token."""
-    return [np.broadcast_to(np.asarray(s, float), len(c)) for c, s in zip(coefficients, scores, strict=True)]
+    return [np.broadcast_to(np.asarray(s, float), len(c)) for c, s in zip(activations, scores, strict=True)]
 
 
 def pearson(rows, score):
@@ -47,33 +47,33 @@ def pearson(rows, score):
 
 @pytest.mark.parametrize("own", [False, True], ids=["of the text", "of the token"])
 def test_correlations_over_tokens_and_over_texts_agree_with_numpy(own):
-    coefficients, rng = drawn(0), np.random.default_rng(1)
-    coefficients = [np.concatenate([c, np.zeros((len(c), 1)), np.full((len(c), 1), 0.7)], 1) for c in coefficients]
-    scores = [rng.exponential(size=len(c)) if own else rng.exponential() for c in coefficients]
-    found = counted(coefficients, scores).report()
-    every = np.concatenate(coefficients), np.concatenate(expanded(coefficients, scores))
+    activations, rng = drawn(0), np.random.default_rng(1)
+    activations = [np.concatenate([c, np.zeros((len(c), 1)), np.full((len(c), 1), 0.7)], 1) for c in activations]
+    scores = [rng.exponential(size=len(c)) if own else rng.exponential() for c in activations]
+    found = counted(activations, scores).report()
+    every = np.concatenate(activations), np.concatenate(expanded(activations, scores))
     np.testing.assert_allclose(found.over_tokens, pearson(*every), atol=1e-9)
-    per_text = np.array([c.mean(0) for c in coefficients]), np.array([np.mean(s) for s in scores])
+    per_text = np.array([c.mean(0) for c in activations]), np.array([np.mean(s) for s in scores])
     np.testing.assert_allclose(found.over_texts, pearson(*per_text), atol=1e-9)
     assert found.over_tokens.abs().max() > 0.05 and found.over_tokens[UNITS:].tolist() == [0, 0]
 
 
 def test_beyond_chance_is_a_permutation_test_written_out_over_tokens(monkeypatch):
-    coefficients, scores = drawn(2, texts=80), np.random.default_rng(8).random(80).tolist()
-    for c, score in zip(coefficients, scores, strict=True):
+    activations, scores = drawn(2, texts=80), np.random.default_rng(8).random(80).tolist()
+    for c, score in zip(activations, scores, strict=True):
         c[:, 3], c[:, 5] = np.arange(len(c)) % 2 * score, (np.arange(len(c)) % 9 == 0) * score
         c[:, 7] = len(c) % 5  # the same at all tokens of a text, so that chance makes more of it than of the others
     rng = np.random.default_rng(9)
-    every, seen = np.concatenate(coefficients), []
+    every, seen = np.concatenate(activations), []
     for order in [np.arange(len(scores)), *(rng.permutation(len(scores)) for _ in range(PERMUTATIONS))]:
-        seen.append(pearson(every, np.concatenate(expanded(coefficients, np.array(scores)[order]))))
-    strength = np.array(seen) / np.sqrt(np.square(seen).mean(0))
-    expected = strength[0] > strength[1:].max()
+        seen.append(pearson(every, np.concatenate(expanded(activations, np.array(scores)[order]))))
+    activation = np.array(seen) / np.sqrt(np.square(seen).mean(0))
+    expected = activation[0] > activation[1:].max()
     assert expected[5] and np.array(seen)[1:].max() > seen[0][5], "each in units of its own spread"
     assert 0 < expected.sum() < UNITS
-    assert counted(coefficients, scores).report(9).beyond_chance.tolist() == expected.tolist()
+    assert counted(activations, scores).report(9).beyond_chance.tolist() == expected.tolist()
     monkeypatch.setattr(correlation, "NUMBERS", 5 * PERMUTATIONS)  # a few units at a time, to the same effect
-    assert counted(coefficients, scores, batch=1).report(9).beyond_chance.tolist() == expected.tolist()
+    assert counted(activations, scores, batch=1).report(9).beyond_chance.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["of the text", "of the token"])
@@ -83,9 +83,9 @@ def test_scores_that_say_nothing_find_no_unit(rare, own):
     reached = 0
     for seed in range(8):
         rng = np.random.default_rng(100 + seed)
-        coefficients = drawn(seed, texts=30, units=300, rare=rare)
-        scores = [rng.pareto(1.5, len(c)) if own else rng.pareto(1.5) for c in coefficients]
-        found = counted(coefficients, scores).report(seed)
+        activations = drawn(seed, texts=30, units=300, rare=rare)
+        scores = [rng.pareto(1.5, len(c)) if own else rng.pareto(1.5) for c in activations]
+        found = counted(activations, scores).report(seed)
         reached += int((found.over_tokens >= 0.1).sum())
         assert not found.beyond_chance.any(), seed
     assert reached > 40
@@ -93,30 +93,30 @@ def test_scores_that_say_nothing_find_no_unit(rare, own):
 
 def test_a_unit_that_follows_the_score_is_found_among_many_that_do_not():
     rng = np.random.default_rng(3)
-    coefficients, scores = drawn(4, texts=150, units=200), rng.exponential(size=150)
-    for c, score in zip(coefficients, scores, strict=True):
+    activations, scores = drawn(4, texts=150, units=200), rng.exponential(size=150)
+    for c, score in zip(activations, scores, strict=True):
         c[:, 17] = (rng.random(len(c)) < 0.4) * score  # at some tokens, as strong as the score of the text
-    assert counted(coefficients, scores).report().beyond_chance.nonzero().tolist() == [[17]]
-    within = [rng.exponential(size=len(c)) for c in coefficients]  # and one that follows tokens' own scores
-    for c, score in zip(coefficients, within, strict=True):
+    assert counted(activations, scores).report().beyond_chance.nonzero().tolist() == [[17]]
+    within = [rng.exponential(size=len(c)) for c in activations]  # and one that follows tokens' own scores
+    for c, score in zip(activations, within, strict=True):
         c[:, 17], c[:, 23] = 0, np.maximum(score - 1, 0) * (rng.random(len(c)) < 0.5)
-    assert counted(coefficients, within).report().beyond_chance.nonzero().tolist() == [[23]]
+    assert counted(activations, within).report().beyond_chance.nonzero().tolist() == [[23]]
 
 
 def test_a_unit_of_one_text_is_never_beyond_chance():
     """Also where that has by far the highest score, which Fisher's z would take for proof."""
-    coefficients, scores = drawn(5), [0.0] * 40
-    for n, c in enumerate(coefficients):
+    activations, scores = drawn(5), [0.0] * 40
+    for n, c in enumerate(activations):
         c[:, 0] = n == 11
     scores[11] = 1.0
-    found = counted(coefficients, scores).report()
+    found = counted(activations, scores).report()
     assert found.over_tokens[0] == pytest.approx(1) and found.over_texts[0] == pytest.approx(1)
     assert not found.beyond_chance.any()
 
 
 def test_what_is_kept_does_not_grow_with_the_tokens():
-    coefficients, scores = drawn(6), list(range(40))
-    short, long = counted(coefficients, scores), counted([np.tile(c, (9, 1)) for c in coefficients], scores)
+    activations, scores = drawn(6), list(range(40))
+    short, long = counted(activations, scores), counted([np.tile(c, (9, 1)) for c in activations], scores)
     sizes = [
         [sum(len(value) for *_, value in entries) for entries in (one.sums, one.products)] for one in (short, long)
     ]

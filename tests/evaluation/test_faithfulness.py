@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.data.contexts import mask_of, special_ids
+from mxd.data.contexts import counted_positions, special_ids
 from mxd.evaluation.faithfulness import Prediction, answer, evaluate, recovered
 from mxd.layers import LAYERS, size
 from mxd.model.frozen import FrozenModel
@@ -26,19 +26,19 @@ def model() -> FrozenModel:
 
 @pytest.fixture(scope="module")
 def rows(model: FrozenModel) -> np.ndarray:
-    from mxd.data.contexts import token_blocks
+    from mxd.data.contexts import token_contexts
     from mxd.data.text import documents
 
-    stream = token_blocks(documents("bundled", "validation"), model.tokenizer, 32)(0)
+    stream = token_contexts(documents("bundled", "validation"), model.tokenizer, 32)(0)
     return np.stack([next(stream) for _ in range(11)])
 
 
-def blocks_of(rows: np.ndarray):
+def contexts_of(rows: np.ndarray):
     return lambda start: iter(rows[start:])
 
 
 def layer_for(model: FrozenModel, method: str = "mxd", number: int = LAYER, k: int = 8, noise: float = 0.05, **fields):
-    config = LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).inherit(model.mlp_shape(number))
+    config = LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).resolve(model.mlp_shape(number))
     layer = size(config, 9).build(seed=3)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -66,9 +66,9 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
     """Of both splices, over the same targets: everything replaced, and around the tokens that are excluded."""
     excluded = special_ids(model.tokenizer) if some_excluded else []
     layer = layer_for(model, method)
-    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, excluded, forward_contexts=4)["a"]
+    found = evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), rows.size, excluded, forward_contexts=4)["a"]
     ids = torch.from_numpy(rows).long()
-    keep = torch.from_numpy(mask_of(rows, excluded))
+    keep = torch.from_numpy(counted_positions(rows, excluded))
     x, y = model.record(ids, [LAYER])[LAYER]
     read = x if layer.config.reads == "mlp_in" else y
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
     mean_y = y[keep].mean(0)
     base = log_softmax(model.logits(ids).numpy().astype(np.float64))
     targets = rows[:, 1:]
-    counted = mask_of(targets, excluded)
+    counted = counted_positions(targets, excluded)
     ways = {
         "ce_spliced": lambda old: hat,
         "ce_zero": torch.zeros_like,
@@ -117,7 +117,7 @@ def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor
         code = layer.encode(read)
         hat = layer.decode(read, code).double().numpy()
     dense = np.zeros((len(read), layer.num_units))
-    np.put_along_axis(dense, code.indices.numpy(), code.values.numpy().astype(np.float64), 1)
+    np.put_along_axis(dense, code.indices.numpy(), code.activations.numpy().astype(np.float64), 1)
     target, bias = y.double().numpy(), layer.bias.detach().double().numpy()
     error = ((target - hat) ** 2).sum(1)
     assert found["normalized_mse"] == pytest.approx(
@@ -139,13 +139,13 @@ def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor
     gate_error = ((target - mean_gate) ** 2).mean(1) / np.linalg.norm(target, axis=1)
     assert found["nmse_mean_gate"] == pytest.approx(gate_error.mean(), rel=1e-3)
     total = dense.sum(1, keepdims=True)
-    p = np.divide(dense, total, out=np.zeros_like(dense), where=total > 0)
+    p = np.parallel_layout(dense, total, out=np.zeros_like(dense), where=total > 0)
     entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(1)
     assert found["effective_units"] == pytest.approx(np.where(total[:, 0] > 0, np.exp(entropy), 0).mean(), rel=1e-4)
 
 
 def decode_dense(layer, read: torch.Tensor, dense: np.ndarray) -> np.ndarray:
-    """Sum every unit's output times its strength, from the units' own view, plus what no unit explains."""
+    """Sum every unit's output times its activation, from the units' own view, plus what no unit explains."""
     from mxd.layers import Code
 
     zero = Code(torch.zeros(len(read), 1), torch.zeros(len(read), 1, dtype=torch.int64))
@@ -157,7 +157,7 @@ def decode_dense(layer, read: torch.Tensor, dense: np.ndarray) -> np.ndarray:
 
 
 def test_the_base_mlp_itself_is_perfectly_faithful(model: FrozenModel, rows: np.ndarray) -> None:
-    found = evaluate(model, {"same": {LAYER: model.mlp(LAYER)}}, blocks_of(rows), rows.size, [])["same"]
+    found = evaluate(model, {"same": {LAYER: model.mlp(LAYER)}}, contexts_of(rows), rows.size, [])["same"]
     assert found["ce_increase"] == 0
     assert found["kl"] == pytest.approx(0, abs=1e-9)
     assert found["top1_agreement"] == 1
@@ -169,7 +169,7 @@ def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) ->
     from mxd.evaluation.faithfulness import Constant
 
     zero = Constant(torch.zeros(model.config.hidden_size))
-    found = evaluate(model, {"zero": {LAYER: zero}}, blocks_of(rows), rows.size, [])["zero"]
+    found = evaluate(model, {"zero": {LAYER: zero}}, contexts_of(rows), rows.size, [])["zero"]
     assert found["loss_recovered"] == pytest.approx(0, abs=1e-6)
     assert found["ce_spliced"] == pytest.approx(found["ce_zero"], abs=1e-9)
 
@@ -177,9 +177,9 @@ def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) ->
 def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenModel, rows: np.ndarray) -> None:
     a, b = layer_for(model, number=1), layer_for(model, "transcoder", number=4)
     sets = {"a": {1: a}, "b": {4: b}, "both": {1: a, 4: b}}
-    together = evaluate(model, sets, blocks_of(rows), rows.size, [], forward_contexts=4)
+    together = evaluate(model, sets, contexts_of(rows), rows.size, [], forward_contexts=4)
     for name, members in sets.items():
-        alone = evaluate(model, {name: members}, blocks_of(rows), rows.size, [], forward_contexts=11)[name]
+        alone = evaluate(model, {name: members}, contexts_of(rows), rows.size, [], forward_contexts=11)[name]
         for key, value in alone.items():
             if key not in ("layers", "around_special", "excluded"):
                 assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
@@ -190,7 +190,7 @@ def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenMode
 def test_evaluation_leaves_the_model_as_it_was(model: FrozenModel, rows: np.ndarray) -> None:
     ids = torch.from_numpy(rows).long()
     before = model.logits(ids)
-    evaluate(model, {"a": {LAYER: layer_for(model)}}, blocks_of(rows), rows.size, [])
+    evaluate(model, {"a": {LAYER: layer_for(model)}}, contexts_of(rows), rows.size, [])
     assert torch.equal(model.logits(ids), before)
 
 
@@ -214,26 +214,26 @@ def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows
     from mxd.artifacts.provenance import Provenance
 
     layer = layer_for(model)
-    known = {"model": "m", "revision": None, "layer": LAYER, "fingerprint": model.fingerprint(LAYER)}
-    sets = {str(ids): {LAYER: Trained(layer, Provenance(**known, masked_ids=ids), Path())} for ids in ((), (0, 7))}
-    found = evaluate(model, sets, blocks_of(rows), rows.size)
+    known = {"model": "m", "revision": None, "block": LAYER, "fingerprint": model.fingerprint(LAYER)}
+    sets = {str(ids): {LAYER: Trained(layer, Provenance(**known, excluded_ids=ids), Path())} for ids in ((), (0, 7))}
+    found = evaluate(model, sets, contexts_of(rows), rows.size)
     assert found["()"] == found["(0, 7)"]
     assert found["()"]["excluded"] == special_ids(model.tokenizer)
 
 
 def test_with_its_constant_a_layer_answers_at_bos_as_the_mlp_does(model: FrozenModel) -> None:
     """Where BOS is the only special token, both splices are then one."""
-    from mxd.data.contexts import token_blocks
+    from mxd.data.contexts import token_contexts
     from mxd.data.text import documents
 
     layer = layer_for(model, bos_constant=True)
     bos = model.tokenizer.bos_token_id
     x, y = model.record(torch.tensor([[bos]]), [LAYER])[LAYER]
     layer.store_bos(x[0, 0], y[0, 0])
-    stream = token_blocks(documents("bundled", "validation"), model.tokenizer, 32)(0)
+    stream = token_contexts(documents("bundled", "validation"), model.tokenizer, 32)(0)
     rows = np.stack([row for row, _ in zip(stream, range(200), strict=False) if (row == bos).sum() == 1])
     assert len(rows) > 20
-    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size)["a"]
+    found = evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), rows.size)["a"]
     assert (
         found["ce_increase"] == pytest.approx(found["around_special"]["ce_increase"], abs=1e-6) and found["kl"] > 0.01
     )
@@ -244,11 +244,11 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
     with pytest.raises(MxdError, match="no complete context"):
         evaluate(model, {"a": {LAYER: layer}}, lambda start: iter(()), 100, [])
     with pytest.raises(MxdError, match="nothing to evaluate"):
-        evaluate(model, {}, blocks_of(rows), 100, [])
+        evaluate(model, {}, contexts_of(rows), 100, [])
     with pytest.raises(MxdError, match="out of range"):
-        evaluate(model, {"a": {77: layer}}, blocks_of(rows), 100, [])
+        evaluate(model, {"a": {77: layer}}, contexts_of(rows), 100, [])
     with pytest.raises(MxdError, match="excluded"):
-        evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), 100, range(5000))
+        evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), 100, range(5000))
 
 
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     raw = {
         "run": "r",
         "out": str(tmp_path),
-        "layers": [1, 2],
+        "blocks": [1, 2],
         "model": {"source": "tiny-gpt2", "device": "cpu"},
         "sizing": {"expansion": 9},
         "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": [2, 4]}}],
@@ -270,29 +270,29 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     found = answer(open_checkpoints([folder]), how)
     assert set(found["results"]) == {f"r/layer{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
     assert found["data"]["split"] == "validation"
-    pair = [folder / "layer1-mxd-k2", folder / "layer2-mxd-k4"]
+    pair = [folder / "block1-mxd-k2", folder / "block2-mxd-k4"]
     both = answer(open_checkpoints(pair, {"context": 64}), how, together=True)
     assert list(both["results"]) == ["together"]
     assert len(both["results"]["together"]["replacements"]) == 2
     assert json.loads(save_results(both, tmp_path / "x" / "e.json").read_text())["results"].keys() == {"together"}
     subject = open_checkpoints([pair[0]])
     drawn = answer(subject, how), answer(subject, FaithfulnessConfig(tokens=512, seed=1))
-    first, other = ({"ce_base": d["results"]["r/layer1-mxd-k2"]["ce_base"], "seed": d["seed"]} for d in drawn)
+    first, other = ({"ce_base": d["results"]["r/block1-mxd-k2"]["ce_base"], "seed": d["seed"]} for d in drawn)
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
-    by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.blocks(), 512)
+    by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.contexts(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
     with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
         answer(open_checkpoints([folder]), how, together=True)
     with pytest.raises(MxdError, match="other weights there"):
-        answer(open_checkpoints([folder / "layer1-mxd-k2"], model="tiny-neox"), how)
+        answer(open_checkpoints([folder / "block1-mxd-k2"], model="tiny-neox"), how)
     with pytest.raises(MxdError, match="no checkpoint"):
         open_checkpoints([tmp_path / "nowhere"])
 
 
 def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: FrozenModel, rows: np.ndarray) -> None:
-    config = LAYERS["mxd"](sparsity={"kind": "random_k", "k": 8}).inherit(model.mlp_shape(LAYER))
+    config = LAYERS["mxd"](sparsity={"kind": "random_k", "k": 8}).resolve(model.mlp_shape(LAYER))
     layer = size(config, 9).build().train()
-    found = evaluate(model, {"a": {LAYER: layer}}, blocks_of(rows), rows.size, [])["a"]
+    found = evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), rows.size, [])["a"]
     assert found["layers"][str(LAYER)]["l0"] <= 8
     assert int(layer.sparsity.draws) == 0
     assert layer.training
@@ -304,7 +304,7 @@ def test_held_out_text_is_the_other_side_of_the_training_text(model: FrozenModel
     from mxd.evaluation.checkpoints import _held_out
 
     def held_out(changes: dict, **data):
-        provenance = Provenance(model="m", revision=None, layer=0, fingerprint="f", data=data)
+        provenance = Provenance(model="m", revision=None, block=0, fingerprint="f", data=data)
         text = _held_out(Trained(layer_for(model), provenance, tmp_path), changes)
         return text.split, text.part
 

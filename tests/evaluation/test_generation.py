@@ -207,7 +207,7 @@ def test_a_wilson_interval_from_a_textbook():
 
 
 def test_a_model_spliced_with_its_own_mlps_writes_the_same(trained):
-    own = {number: trained.mlp(number) for number in range(trained.num_layers)}
+    own = {number: trained.mlp(number) for number in range(trained.num_blocks)}
     found = evaluate_generation(trained, {"own": own}, starts(trained), 6, batch=3)["own"]
     assert found["match"] == found["match_high"] == [1.0] * 6
     assert found["agreed"] == [6] * len(TEXTS)
@@ -217,7 +217,7 @@ def test_a_model_spliced_with_its_own_mlps_writes_the_same(trained):
 
 def test_evaluate_generation_against_the_oracle(trained_gpt2):
     given, layer = starts(trained_gpt2), transcoder(trained_gpt2)
-    sets = {"zero": {LAYER: zero(trained_gpt2)}, "layer": {LAYER: layer}}
+    sets = {"zero": {LAYER: zero(trained_gpt2)}, "block": {LAYER: layer}}
     found = evaluate_generation(trained_gpt2, sets, given, 5, batch=2, examples=3)
     base = [oracle(trained_gpt2, prompt, 5) for prompt in given]
     assert list(found) == ["zero", "layer"]
@@ -392,7 +392,7 @@ def subject(model, *numbers, bos=True):
     trained = {}
     for number in numbers:
         provenance = Provenance(
-            model="tiny-gpt2", revision=None, layer=number, fingerprint=model.fingerprint(number), tokens=7
+            model="tiny-gpt2", revision=None, block=number, fingerprint=model.fingerprint(number), tokens=7
         )
         trained[f"r/{number}"] = Trained(transcoder(model, number=number), provenance, Path("r") / str(number))
     return Subject(trained, model, DataConfig(split="validation", bos=bos))
@@ -404,7 +404,7 @@ def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained
     result = found["results"]["r/2"]
     assert result["prompts"] == 12 and len(result["match"]) == 4
     assert result["replacements"][0] == {
-        "method": "TC", "sparsity": "k8", "k": 8, "layer": LAYER, "units": 48,
+        "method": "TC", "sparsity": "k8", "k": 8, "block": LAYER, "units": 48,
         "params": one.trained["r/2"].layer.config.num_params, "tokens_trained": 7,
     }  # fmt: skip
     assert found["data"]["split"] == "validation" and found["asked"]["seed"] == 1

@@ -67,7 +67,7 @@ def stand_in(monkeypatch):
 
 def layer_for(model, number):
     fields = {"method": "transcoder", "num_units": 48, "sparsity": {"kind": "topk", "k": 5}}
-    layer = parse_layer(fields).inherit(model.mlp_shape(number)).build()
+    layer = parse_layer(fields).resolve(model.mlp_shape(number)).build()
     layer.decoder.data.normal_(generator=torch.Generator().manual_seed(number))
     return layer.eval()
 
@@ -129,7 +129,7 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
 
 def test_scores_go_into_the_evaluations_file(trained_gpt2, stand_in, tmp_path, capsys):
     layer = layer_for(trained_gpt2, 1)
-    known = {"model": "tiny-gpt2", "revision": None, "layer": 1, "fingerprint": trained_gpt2.fingerprint(1)}
+    known = {"model": "tiny-gpt2", "revision": None, "block": 1, "fingerprint": trained_gpt2.fingerprint(1)}
     data = {"source": "bundled", "split": "train", "context": 32}
     save_layer(tmp_path / "run" / "mine", layer, Provenance(**known, data=data))
     words = [str(tmp_path / "run"), "--tokens", "64", "--device", "cpu"]

@@ -74,14 +74,16 @@ def test_masking_all_units_leaves_the_zero_gate(gpt2, ids, method, sparsity):
         x, y = gpt2.record(ids, [1])[1]
         read = x if layer.config.reads == "mlp_in" else base(x)
         code = layer.encode(read)
-        assert code.values.max() > 0
-        assert torch.equal(y, layer.decode(read, Code(torch.zeros_like(code.values), code.indices, code.all_units)))
+        assert code.activations.max() > 0
+        assert torch.equal(
+            y, layer.decode(read, Code(torch.zeros_like(code.activations), code.indices, code.all_units))
+        )
     assert not torch.equal(y, layer(read))
 
 
 @every_kind
 def test_masking_a_unit_drops_its_term(gpt2, ids, method, sparsity):
-    """y^ without unit n is y^ - a_n * unit_output(n); the others' coefficients stay."""
+    """y^ without unit n is y^ - a_n * unit_output(n); the others' activations stay."""
     layer = layer_for(gpt2, 1, method, sparsity)
     base = gpt2.mlp(1)
     off = np.argsort(-dense_code(gpt2, 1, layer, ids.numpy()).sum((0, 1)))[:3].tolist()
@@ -91,8 +93,8 @@ def test_masking_a_unit_drops_its_term(gpt2, ids, method, sparsity):
         code = layer.encode(read)
         expected = layer(read)
         for n in off:
-            strength = (code.values * (code.indices == n)).sum(-1, keepdim=True)
-            expected = expected - strength * layer.unit_output(n, read)
+            activation = (code.activations * (code.indices == n)).sum(-1, keepdim=True)
+            expected = expected - activation * layer.unit_output(n, read)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     assert (y - layer(read)).abs().max() > 1e-3
 
@@ -189,7 +191,7 @@ def hooked_ce(model, ids, layers, mask):
             code = layer.encode(read)
             out = layer.decode(read, code)
             for n in mask.get(number, ()):
-                out = out - (code.values * (code.indices == n)).sum(-1, keepdim=True) * layer.unit_output(n, read)
+                out = out - (code.activations * (code.indices == n)).sum(-1, keepdim=True) * layer.unit_output(n, read)
             return out
 
         return hook
@@ -226,7 +228,7 @@ class ByHand:
         return {"both": {n: trained_on(self.model, n, layer, self.masked) for n, layer in self.layers.items()}}
 
     def codes(self, number):
-        """Text -> coefficients at the tokens that count."""
+        """Text -> activations at the tokens that count."""
         return {
             n: dense_code(self.model, number, self.layers[number], np.array([self.drawn.rows[n]]))[0][self.kept[n]]
             for n in self.drawn.choosing
@@ -295,8 +297,8 @@ def over_chance(codes, scores, seed=0):
     dealt = dealt - dealt.mean(1, keepdims=True)
     norms = np.linalg.norm(dealt, axis=1)[:, None] * np.linalg.norm(rows, axis=0)
     r = np.where(norms > 1e-9, dealt @ rows / np.maximum(norms, 1e-9), 0)
-    strength = r / np.maximum(np.sqrt((r**2).mean(0)), 1e-30)
-    return r[0], strength[0] > strength[1:].max()
+    activation = r / np.maximum(np.sqrt((r**2).mean(0)), 1e-30)
+    return r[0], activation[0] > activation[1:].max()
 
 
 @pytest.mark.parametrize("method", ["mxd", "topk_sae"])
@@ -322,9 +324,9 @@ def test_purging_agrees_with_numpy(gpt2, method):
     leading = [one["correlation"] for one in got["leading"]]
     assert len(leading) == 10 and leading == sorted(leading, reverse=True)
     for one in got["leading"]:
-        assert (one["unit"] in masks[0][one["layer"]]) == (one["beyond_chance"] and one["correlation"] >= 0.34)
+        assert (one["unit"] in masks[0][one["block"]]) == (one["beyond_chance"] and one["correlation"] >= 0.34)
     first = got["leading"][0]
-    codes = hand.codes(first["layer"])
+    codes = hand.codes(first["block"])
     means = [code[:, first["unit"]].mean() for code in codes.values()]
     assert first["correlation_texts"] == pytest.approx(np.corrcoef(means, [scores[n] for n in codes])[0, 1], abs=1e-6)
     hand.check_changes(got, "changes", masks, 2)
@@ -463,7 +465,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 16}
     for number in (1, 2):
         one = trained_on(trained_gpt2, number, layer_for(trained_gpt2, number), model="tiny-gpt2", data=data)
-        save_layer(tmp_path / f"layer{number}", one.layer, one.provenance)
+        save_layer(tmp_path / f"block{number}", one.layer, one.provenance)
     labelled = tmp_path / "labelled.jsonl"
     rows = zip(TEXTS, LABELS, strict=True)
     labelled.write_text("".join(json.dumps({"text": t, "label": f"[b]{label}"}) + "\n" for t, label in rows))
@@ -477,7 +479,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     code, out, err = mxd(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
     assert code == 0, err
     (result,) = json.loads((tmp_path / "purging-together.json").read_text())["results"].values()
-    assert result["thresholds"] == [0.3] and {one["layer"] for one in result["leading"]} == {1, 2}
+    assert result["thresholds"] == [0.3] and {one["block"] for one in result["leading"]} == {1, 2}
     assert "correlation" in out and "low, random" in out and "by chance" in out and result["units"][0] > 0
     first = result["leading"][0]
     said = f"block {first['layer']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"

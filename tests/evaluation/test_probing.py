@@ -30,11 +30,11 @@ WORDS = {"people": "the president and the citizens of this nation", "goods": "wh
 def trained_layer(model, number=1, kind=TranscoderConfig, masked=(0,), units=40, seed=0):
     d = model.mlp_shape(number).d_in
     config = kind(d_in=d, d_out=d, num_units=units, sparsity=TopKConfig(k=4))
-    layer = config.inherit(model.mlp_shape(number)).build(seed)
+    layer = config.resolve(model.mlp_shape(number)).build(seed)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(seed + parameter.numel()))
     provenance = Provenance(
-        model=model.source, revision=None, layer=number, fingerprint=model.fingerprint(number), masked_ids=masked
+        model=model.source, revision=None, block=number, fingerprint=model.fingerprint(number), excluded_ids=masked
     )
     return Trained(layer.eval().requires_grad_(False), provenance, Path())
 

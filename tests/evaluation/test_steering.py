@@ -29,12 +29,12 @@ KEY = "sk-a-secret"
 
 def trained_layer(model, kind=TranscoderConfig, masked=(0,), sparsity=None):
     shape = model.mlp_shape(LAYER)
-    config = kind(num_units=24, sparsity=sparsity or TopKConfig(k=4)).inherit(shape)
+    config = kind(num_units=24, sparsity=sparsity or TopKConfig(k=4)).resolve(shape)
     layer = config.build(0)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
     provenance = Provenance(
-        model=model.source, revision=None, layer=LAYER, fingerprint=model.fingerprint(LAYER), masked_ids=masked
+        model=model.source, revision=None, block=LAYER, fingerprint=model.fingerprint(LAYER), excluded_ids=masked
     )
     return Trained(layer.eval().requires_grad_(False), provenance, Path())
 

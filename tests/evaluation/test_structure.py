@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from command import mxd
-from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
+from small_layers import UNITS, K, contexts_of, dense_code, layer_for, trained_on
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -54,7 +54,7 @@ def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
 
 
 def test_experts_of_mxd_have_the_rank_of_the_decoder(gpt2):
-    """Lemma 1: full rank where no coefficient is zero; each zero costs one."""
+    """Lemma 1: full rank where no activation is zero; each zero costs one."""
     layer = layer_for(gpt2, 1)
     assert normalized_rank(layer) == 1
     layer.expert_scale.data[0, :4] = 0
@@ -94,14 +94,14 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
     found = evaluate_structure(
         gpt2,
         trained,
-        blocks_of(rows),
+        contexts_of(rows),
         whole(rows, experts=10, prompts=prompts),
         forward_contexts=5,
     )
     for number, layer in layers.items():
         got, code = found[str(number)], dense_code(gpt2, number, layer, rows)[rows != 0]
         leads = np.bincount(code.argmax(-1)[code.max(-1) > 0], minlength=UNITS)
-        assert got["layer"] == number and got["tokens"] == len(code) and got["experts"] == 10
+        assert got["block"] == number and got["tokens"] == len(code) and got["experts"] == 10
         assert got["shape"] == list(layer.unit_weight(0).shape)
         for name, values in zip(("normalized_rank", "stable_rank"), weight_ranks(layer, range(10)), strict=True):
             assert got[name] == pytest.approx(values.mean()) and got[f"{name}_sd"] == pytest.approx(
@@ -116,14 +116,14 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
             last = dense_code(gpt2, number, layer, ids)[0, -1]
             assert [one["unit"] for one in row["units"]] == np.argsort(-last)[:3].tolist()
             for one in row["units"]:
-                assert one["strength"] == pytest.approx(last[one["unit"]], rel=1e-4)
+                assert one["activation"] == pytest.approx(last[one["unit"]], rel=1e-4)
                 assert one["rate"] == pytest.approx((code[:, one["unit"]] > 0).mean())
 
 
 def test_a_shared_expert_leads_everywhere(gpt2, rows):
     layer = layer_for(gpt2, 1)
     layer.gate_bias.data[6] = 1e3
-    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows)).values()
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, contexts_of(rows), whole(rows)).values()
     assert got["leader"] == {"unit": 6, "share": 1.0}
     first, second = ([row["units"][place] for row in got["leading"]] for place in (0, 1))
     assert {one["unit"] for one in first} == {6} and len(first) == len(DEFAULTS.structure.prompts)
@@ -141,14 +141,14 @@ def test_fewer_units_are_named_where_fewer_are_active(gpt2):
 def test_a_layer_that_is_never_active_leads_nowhere(gpt2, rows):
     layer = layer_for(gpt2, 1)
     layer.gate_bias.data.fill_(-1e3)
-    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows)).values()
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, contexts_of(rows), whole(rows)).values()
     assert got["leader"]["share"] == 0 and got["leading"] == []
 
 
 def test_a_random_k_is_its_mean_here(gpt2):
     layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
     one = trained_on(gpt2, 1, layer)
-    evaluate_structure(gpt2, {"a": one}, blocks_of(np.full((2, 8), 5)), StructureConfig(tokens=16, experts=2))
+    evaluate_structure(gpt2, {"a": one}, contexts_of(np.full((2, 8), 5)), StructureConfig(tokens=16, experts=2))
     assert layer.training and int(layer.sparsity.draws) == 0
 
 
@@ -158,11 +158,11 @@ def test_mistakes_are_named(gpt2, rows):
         with pytest.raises(MxdError, match=f"{field} is 0; input should be greater than 0"):
             checked(StructureConfig, **{field: 0})
     with pytest.raises(MxdError, match="tokens is 0; expected at least 1"):
-        next(streamed(blocks_of(rows), 0))
+        next(streamed(contexts_of(rows), 0))
     with pytest.raises(MxdError, match="no complete context"):
-        evaluate_structure(gpt2, one, blocks_of(rows[:0]))
+        evaluate_structure(gpt2, one, contexts_of(rows[:0]))
     with pytest.raises(MxdError, match="at least one trained layer"):
-        evaluate_structure(gpt2, {}, blocks_of(rows))
+        evaluate_structure(gpt2, {}, contexts_of(rows))
     with pytest.raises(MxdError, match="prompt '' has no tokens"):
         leading_units(gpt2, one, [""])
 
@@ -181,4 +181,4 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     for row in result["leading"]:
         (line,) = [line for line in out.splitlines() if f" {row['prompt']} " in line]
         for one in row["units"]:
-            assert f"#{one['unit']} {one['strength']:.3g} ({one['rate']:.1%})" in line
+            assert f"#{one['unit']} {one['activation']:.3g} ({one['rate']:.1%})" in line

@@ -1,4 +1,4 @@
-"""Units: firing rates and contexts against NumPy, for every method; sampling in bands against the whole stream."""
+"""Units: firing rates and contexts against NumPy, for every method; sampling in intervals against the whole stream."""
 
 import json
 import math
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from command import mxd
-from small_layers import UNITS, K, blocks_of, dense_code, layer_for, trained_on
+from small_layers import UNITS, K, contexts_of, dense_code, layer_for, trained_on
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
-from mxd.evaluation import bands as bands_module
-from mxd.evaluation.bands import BANDS, DEPTH, STEPS, BandSamples
+from mxd.evaluation import intervals as bands_module
+from mxd.evaluation.intervals import DEPTH, INTERVALS, STEPS, IntervalSamples
 from mxd.evaluation.units import WINDOW, contributing, evaluate_units, firing, token_strings
 from mxd.evaluation.walk import CodeMoments
 from mxd.layers import LAYERS, Code
@@ -38,12 +38,12 @@ def test_rates_and_strengths_agree_with_numpy(gpt2, rows, method):
     """Several layers at once; special tokens do not count."""
     layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
     trained = {f"at {number}": trained_on(gpt2, number, layer) for number, layer in layers.items()}
-    found = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), forward_contexts=5)
+    found = evaluate_units(gpt2, trained, contexts_of(rows), whole(rows), forward_contexts=5)
     assert list(found) == ["at 0", "at 2"]
     for number, layer in layers.items():
         got, code = found[f"at {number}"], dense_code(gpt2, number, layer, rows)[rows != 0]
         active = code > 0
-        assert got["layer"] == number
+        assert got["block"] == number
         assert got["tokens"] == len(code) < rows.size
         np.testing.assert_allclose(got["rates"], active.mean(0))
         np.testing.assert_allclose(got["means"], code.sum(0) / np.maximum(active.sum(0), 1), rtol=1e-4)
@@ -61,14 +61,14 @@ def test_shared_and_dead_units_are_named(gpt2, rows):
     layer.gate_bias.data[3] = 1e3
     layer.gate_bias.data[5] = -1e3
     trained = {"a": trained_on(gpt2, 1, layer)}
-    got = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows, shared=0.9))["a"]
+    got = evaluate_units(gpt2, trained, contexts_of(rows), whole(rows, shared=0.9))["a"]
     assert got["shared"][0] == {"unit": 3, "rate": 1.0}
     assert all(one["rate"] > 0.9 == got["shared_above"] for one in got["shared"])
     assert [one["unit"] for one in got["shared"]] != sorted(range(UNITS))
     assert got["dead"] >= 1 and got["rates"][5] == 0
     assert not {"3", "5"} & set(got["units"])
-    shown = evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), units=[5, 3])["a"]["units"]
-    assert list(shown) == ["5", "3"] and shown["5"]["bands"] == [] and len(shown["3"]["bands"]) >= 1
+    shown = evaluate_units(gpt2, trained, contexts_of(rows), whole(rows), units=[5, 3])["a"]["units"]
+    assert list(shown) == ["5", "3"] and shown["5"]["intervals"] == [] and len(shown["3"]["intervals"]) >= 1
 
 
 @pytest.mark.parametrize("method", LAYERS)
@@ -79,7 +79,7 @@ def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, me
     got = evaluate_units(
         gpt2,
         {"a": trained_on(gpt2, 1, layer)},
-        blocks_of(rows),
+        contexts_of(rows),
         whole(rows, contexts=3),
         units,
         forward_contexts=5,
@@ -89,26 +89,26 @@ def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, me
         page, values = got[str(unit)], code[..., unit]
         assert page["max"] == pytest.approx(values.max(), rel=1e-4)
         assert page["rate"] == pytest.approx((values > 0).sum() / (rows != 0).sum())
-        edges = [0.0, *(band["low"] for band in page["bands"][::-1] if band["low"] > 0), page["max"]]
+        edges = [0.0, *(interval["low"] for interval in page["intervals"][::-1] if interval["low"] > 0), page["max"]]
         assert edges == sorted(edges)
-        for band in page["bands"]:
-            inside = (values >= band["low"] * (1 + 1e-5)) & (values < band["high"] * (1 - 1e-5)) & (values > 0)
-            drawn = [context["value"] for context in band["contexts"]]
+        for interval in page["intervals"]:
+            inside = (values >= interval["low"] * (1 + 1e-5)) & (values < interval["high"] * (1 - 1e-5)) & (values > 0)
+            drawn = [context["value"] for context in interval["contexts"]]
             assert len(drawn) >= min(3, inside.any(1).sum())
             assert len(drawn) <= 3 and drawn == sorted(drawn, reverse=True)
-            places = {check_context(gpt2, rows, values, band, context) for context in band["contexts"]}
+            places = {check_context(gpt2, rows, values, interval, context) for context in interval["contexts"]}
             assert len(places) == len(drawn), "two of one context"
 
 
-def check_context(model, rows, values, band, context):
-    """Return the number of the context, found in the text by its coefficient."""
-    assert band["low"] * (1 - 1e-5) <= context["value"] <= band["high"] * (1 + 1e-5)
+def check_context(model, rows, values, interval, context):
+    """Return the number of the context, found in the text by its activation."""
+    assert interval["low"] * (1 - 1e-5) <= context["value"] <= interval["high"] * (1 + 1e-5)
     number, place = np.unravel_index(np.abs(values - context["value"]).argmin(), values.shape)
     window = slice(max(0, place - WINDOW[0]), place + WINDOW[1] + 1)
     assert context["tokens"] == [model.tokenizer.decode([i]) for i in rows[number, window]]
     assert context["at"] == place - window.start
-    np.testing.assert_allclose(context["strengths"], values[number, window], rtol=1e-3, atol=1e-4)
-    assert context["strengths"][context["at"]] == pytest.approx(context["value"], rel=1e-3)
+    np.testing.assert_allclose(context["activations"], values[number, window], rtol=1e-3, atol=1e-4)
+    assert context["activations"][context["at"]] == pytest.approx(context["value"], rel=1e-3)
     return number
 
 
@@ -117,9 +117,10 @@ def test_the_same_for_every_batch_size_and_another_for_another_seed(gpt2, rows):
 
     def found(seed=0, batch=4):
         how = UnitsConfig(tokens=320, top=8, contexts=1, seed=seed)
-        units = evaluate_units(gpt2, trained, blocks_of(rows), how, forward_contexts=batch)
+        units = evaluate_units(gpt2, trained, contexts_of(rows), how, forward_contexts=batch)
         return [
-            [c["tokens"] for band in page["bands"] for c in band["contexts"]] for page in units["a"]["units"].values()
+            [c["tokens"] for interval in page["intervals"] for c in interval["contexts"]]
+            for page in units["a"]["units"].values()
         ]
 
     assert found() == found(batch=7) != found(seed=1)
@@ -134,7 +135,7 @@ def test_the_base_model_runs_once_for_all_layers_and_stops_after_the_last(gpt2, 
         for n, block in enumerate(gpt2.blocks)
     ]
     try:
-        evaluate_units(gpt2, trained, blocks_of(rows), whole(rows), units=[], forward_contexts=4)
+        evaluate_units(gpt2, trained, contexts_of(rows), whole(rows), units=[], forward_contexts=4)
     finally:
         for handle in handles:
             handle.remove()
@@ -143,7 +144,7 @@ def test_the_base_model_runs_once_for_all_layers_and_stops_after_the_last(gpt2, 
 
 def test_layers_are_left_in_their_mode_and_measured_in_evaluation_mode(gpt2, rows):
     layer = layer_for(gpt2, 1, sparsity={"kind": "random_k", "k": K}).train()
-    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, blocks_of(rows), whole(rows), units=[])["a"]
+    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, contexts_of(rows), whole(rows), units=[])["a"]
     assert layer.training and int(layer.sparsity.draws) == 0
     assert sum(got["rates"]) <= K
 
@@ -164,13 +165,13 @@ def test_mistakes_are_named(gpt2, trained_gpt2, rows):
     ):
         with pytest.raises(MxdError, match=message):
             units = options.pop("units", None)
-            evaluate_units(gpt2, one, blocks_of(rows), checked(UnitsConfig, **{"tokens": 32, **options}), units)
+            evaluate_units(gpt2, one, contexts_of(rows), checked(UnitsConfig, **{"tokens": 32, **options}), units)
     with pytest.raises(MxdError, match="no complete context"):
-        evaluate_units(gpt2, one, blocks_of(rows[:0]))
+        evaluate_units(gpt2, one, contexts_of(rows[:0]))
     with pytest.raises(MxdError, match="at least one trained layer"):
-        evaluate_units(gpt2, {}, blocks_of(rows))
+        evaluate_units(gpt2, {}, contexts_of(rows))
     with pytest.raises(MxdError, match="other weights there"):
-        evaluate_units(trained_gpt2, one, blocks_of(rows))
+        evaluate_units(trained_gpt2, one, contexts_of(rows))
 
 
 def test_units_that_add_most_come_first(gpt2):
@@ -190,7 +191,7 @@ def test_units_that_add_most_come_first(gpt2):
 
 
 def stream_of(length, units, seed, width=7, staircase=False):
-    """Occurrences whose largest coefficient keeps growing, smoothly or by jumps: unit, value, context, place."""
+    """Occurrences whose largest activation keeps growing, smoothly or by jumps: unit, value, context, place."""
     rng = np.random.default_rng(seed)
     scale = 2.0 ** (np.arange(length) // 300 * 0.4) if staircase else np.linspace(0.1, 3, length)
     value = scale * (1 + 0.01 * rng.random(length) if staircase else rng.gamma(2.0, 1.0, length) + 1e-3)
@@ -210,38 +211,40 @@ def feed(samples, stream, batch):
 @pytest.mark.parametrize("width", [7, 330])
 @pytest.mark.parametrize("batch", [1000, 37])
 def test_samples_are_those_that_would_be_drawn_had_the_bands_been_known(monkeypatch, batch, width, staircase):
-    """The oracle sees the whole stream with the same keys: of each band the contexts with the largest keys."""
+    """The oracle sees the whole stream with the same keys: of each interval the contexts with the largest keys."""
     monkeypatch.setattr(bands_module, "PATIENCE", 50)
     stream = unit, value, context, at = stream_of(4000, 3, 1, width, staircase)
-    samples = BandSamples(3, 4, seed=9)
+    samples = IntervalSamples(3, 4, seed=9)
     feed(samples, stream, batch)
     key = np.random.default_rng(9).random(len(unit))
     assert len(samples.kept) <= 3 * (DEPTH + 1) * 4
     for n in range(3):
-        got = samples.bands(n)
+        got = samples.intervals(n)
         largest = value[unit == n].max()
         assert got[0].high == largest and got[-1].low == 0
-        assert [band.high for band in got[1:]] == [band.low for band in got[:-1]] or staircase
-        assert len(got) == BANDS or staircase
-        for band in got:
-            nearest = largest * max(1, round(BANDS * band.high / largest)) / BANDS
-            assert band.high == pytest.approx(nearest, rel=2 ** (0.51 / STEPS) - 1)
-            inside = np.flatnonzero((unit == n) & (value >= band.low) & ((value < band.high) | (band is got[0])))
+        assert [interval.high for interval in got[1:]] == [interval.low for interval in got[:-1]] or staircase
+        assert len(got) == INTERVALS or staircase
+        for interval in got:
+            nearest = largest * max(1, round(INTERVALS * interval.high / largest)) / INTERVALS
+            assert interval.high == pytest.approx(nearest, rel=2 ** (0.51 / STEPS) - 1)
+            inside = np.flatnonzero(
+                (unit == n) & (value >= interval.low) & ((value < interval.high) | (interval is got[0]))
+            )
             chosen = {}
             for row in inside[np.argsort(-key[inside])]:
                 chosen.setdefault(context[row], row)
             expected = sorted(((value[r], context[r], at[r]) for r in list(chosen.values())[:4]), reverse=True)
-            assert [tuple(one) for one in band.occurrences] == expected
+            assert [tuple(one) for one in interval.occurrences] == expected
 
 
 def test_every_context_is_as_likely_as_another():
     drawn = np.zeros(40)
     stream = (np.zeros(40, int), np.linspace(0.95, 1, 40).astype(np.float32), np.arange(40), np.zeros(40, int))
     for seed in range(400):
-        samples = BandSamples(1, 5, seed)
+        samples = IntervalSamples(1, 5, seed)
         feed(samples, stream, 11)
-        (band,) = samples.bands(0)
-        drawn[[one.context for one in band.occurrences]] += 1
+        (interval,) = samples.intervals(0)
+        drawn[[one.context for one in interval.occurrences]] += 1
     assert drawn.sum() == 400 * 5
     assert np.abs(drawn - 50).max() < 5 * math.sqrt(50 * 7 / 8)
 
@@ -250,18 +253,18 @@ def test_memory_does_not_grow_with_the_text(monkeypatch):
     monkeypatch.setattr(bands_module, "PATIENCE", 100)
     sizes = []
     for length in (20_000, 80_000):
-        samples = BandSamples(2, 3, seed=0)
+        samples = IntervalSamples(2, 3, seed=0)
         feed(samples, stream_of(length, 2, seed=2), 500)
         sizes.append(len(samples.kept) + sum(map(len, samples.waiting)))
     assert max(sizes) <= 2 * (DEPTH + 1) * 3 + 100 + 500
 
 
 def test_a_unit_that_never_fires_has_no_bands():
-    samples = BandSamples(2, 3)
-    assert samples.bands(0) == []
+    samples = IntervalSamples(2, 3)
+    assert samples.intervals(0) == []
     feed(samples, (np.zeros(3, int), np.array([1, 0, 2], np.float32), np.arange(3), np.arange(3)), 3)
-    assert samples.bands(1) == []
-    assert [one.context for band in samples.bands(0) for one in band.occurrences] == [2, 0]
+    assert samples.intervals(1) == []
+    assert [one.context for interval in samples.intervals(0) for one in interval.occurrences] == [2, 0]
 
 
 # Text
@@ -289,7 +292,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 32}
     for number in (1, 2):
         one = trained_on(trained_gpt2, number, layer_for(trained_gpt2, number), model="tiny-gpt2", data=data)
-        save_layer(tmp_path / f"layer{number}", one.layer, one.provenance)
+        save_layer(tmp_path / f"block{number}", one.layer, one.provenance)
     words = ("--tokens", 1024, "--units", "3,7", "--contexts", 2, "--device", "cpu")
     code, out, err = mxd(capsys, "units", tmp_path, *words)
     assert code == 0, err

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from small_layers import blocks_of, layer_for
+from small_layers import contexts_of, layer_for
 
 from mxd.evaluation.walk import Mean, next_token_logits, padded_batches, streamed
 from mxd.splice import Splice, spliced
@@ -21,7 +21,7 @@ def test_the_text_is_streamed_in_whole_contexts():
     batches = list(streamed(blocks, 5 * 16 + 1, 4))
     assert [len(batch) for batch in batches] == [4, 2] and len(read) == 6
     np.testing.assert_array_equal(np.concatenate(batches), rows[:6])
-    assert [len(batch) for batch in streamed(blocks_of(np.zeros((100, 16))), 10**6)] == [64, 36]
+    assert [len(batch) for batch in streamed(contexts_of(np.zeros((100, 16))), 10**6)] == [64, 36]
 
 
 def test_standard_error_is_over_contexts() -> None:

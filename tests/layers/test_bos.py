@@ -14,7 +14,7 @@ VARIANTS = [*({"method": name} for name in LAYERS), {"method": "transcoder", "sk
 def config(request, mlp):
     return parse_layer(
         request.param | {"sparsity": {"kind": "topk", "k": 3}, "num_units": 11, "bos_constant": True}
-    ).inherit(mlp)
+    ).resolve(mlp)
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def test_the_constant_answers_at_bos_and_nowhere_else(layer, without, at_bos):
     out = layer(x)
     assert torch.equal(out[:, 0], at_bos[1].expand(2, -1))
     assert torch.equal(out[:, 1:], without(x)[:, 1:])
-    assert torch.equal(layer.encode(x).values, without.encode(x).values)
+    assert torch.equal(layer.encode(x).activations, without.encode(x).activations)
 
 
 def test_any_code_decodes_to_the_constant_at_bos(layer, at_bos):
     x = at_bos[0].expand(3, -1)
     code = layer.encode(x)
-    nothing = code.with_values(torch.zeros_like(code.values))
-    for other in (nothing, code.with_values(code.values + 1)):
+    nothing = code.with_activations(torch.zeros_like(code.activations))
+    for other in (nothing, code.with_activations(code.activations + 1)):
         assert torch.equal(layer.decode(x, other), at_bos[1].expand(3, -1))
         assert torch.equal(layer.decode(x, other, layer.hidden(x).mean(0)), at_bos[1].expand(3, -1))
 
@@ -100,7 +100,7 @@ def test_the_constant_is_counted_and_not_trained(config):
 def test_sizes_are_matched_without_it():
     shape = MLPShape(16, 16, 64, "gelu", False)
     for method in LAYERS:
-        config = LAYERS[method]().inherit(shape)
+        config = LAYERS[method]().resolve(shape)
         stored = config.model_copy(update={"bos_constant": True})
         assert size(stored, 40).num_units == size(config, 40).num_units
 

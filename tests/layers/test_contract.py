@@ -34,7 +34,7 @@ def sparsity(request):
 
 @pytest.fixture(params=VARIANTS)
 def config(request, sparsity, mlp):
-    return parse_layer(VARIANTS[request.param] | {"sparsity": sparsity, "num_units": UNITS}).inherit(mlp)
+    return parse_layer(VARIANTS[request.param] | {"sparsity": sparsity, "num_units": UNITS}).resolve(mlp)
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def x(layer):
 
 
 def dense(code, units=UNITS):
-    """The code as a vector of all units' strengths."""
-    empty = code.values.new_zeros(*code.values.shape[:-1], units)
-    return empty.scatter_add(-1, code.indices.expand(code.values.shape), code.values)
+    """The code as a vector of all units' activations."""
+    empty = code.activations.new_zeros(*code.activations.shape[:-1], units)
+    return empty.scatter_add(-1, code.indices.expand(code.activations.shape), code.activations)
 
 
 def test_the_matrix_is_complete():
@@ -72,14 +72,14 @@ def means(layer):
 def test_the_papers_start_sets_the_output_bias_alone(layer):
     before = {name: p.clone() for name, p in layer.named_parameters()}
     mean_in, mean_out = means(layer)
-    layer.start(mean_in, mean_out)
+    layer.initialise(mean_in, mean_out)
     assert torch.equal(layer.bias, mean_out)
     assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters() if name != "bias")
 
 
 def test_the_centred_start_centres_the_gates(layer):
     mean_in, mean_out = means(layer)
-    layer.start(mean_in, mean_out, "centred")
+    layer.initialise(mean_in, mean_out, "centred")
     torch.testing.assert_close(layer.pre_activations(mean_in), torch.zeros(UNITS, dtype=torch.float64))
     assert torch.equal(layer.bias, mean_out)
 
@@ -90,7 +90,7 @@ def test_the_centred_start_answers_the_mean_and_can_learn(config):
         pytest.skip("autoencoders begin with decoders tied to their encoders")
     layer = config.build().train()
     mean_in, mean_out = (m.float() for m in means(layer))
-    layer.start(mean_in, mean_out, "centred")
+    layer.initialise(mean_in, mean_out, "centred")
     x = torch.randn(9, config.d_in)
     out = layer(x)
     torch.testing.assert_close(out, mean_out.expand(9, -1))
@@ -110,7 +110,7 @@ def test_forward_is_decode_of_encode(layer, x):
 def test_any_leading_shape(layer, lead):
     x = torch.randn(*lead, layer.config.d_in, dtype=torch.float64)
     code, y = layer.encode(x), layer(x)
-    assert code.values.shape == code.indices.shape == (*lead, code.values.shape[-1])
+    assert code.activations.shape == code.indices.shape == (*lead, code.activations.shape[-1])
     assert y.shape == (*lead, layer.config.d_out)
     rows = x.reshape(-1, layer.config.d_in)
     for row, out in zip(rows, y.reshape(-1, layer.config.d_out), strict=True):
@@ -129,15 +129,15 @@ def test_the_dtype_of_the_input_is_the_dtype_of_the_output(layer, x, dtype):
     assert {p.dtype for p in layer.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
+@pytest.mark.parametrize("candidates", ["float32", "bfloat16"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_in_inference_mode(config, randomise, proposals, training, monkeypatch):
+def test_a_layer_in_inference_mode(config, randomise, candidates, training, monkeypatch):
     """As without gradients, in training mode, too, and where units are proposed in bfloat16."""
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
     config = config.model_copy(update={"num_units": 64})
     layers = [randomise(config.build()).float().train(training) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    layers[0].sparsity.proposals = proposals
+    layers[0].sparsity.candidates = candidates
     x = torch.randn(2, 4, config.d_in)
     with torch.inference_mode():
         got = layers[0](x)
@@ -145,8 +145,8 @@ def test_a_layer_in_inference_mode(config, randomise, proposals, training, monke
         torch.testing.assert_close(got, layers[1](x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
-def test_a_layer_in_float16(config, randomise, proposals, monkeypatch):
+@pytest.mark.parametrize("candidates", ["float32", "bfloat16"])
+def test_a_layer_in_float16(config, randomise, candidates, monkeypatch):
     """Output and every gradient in training mode are those of float64, to the rounding of float16."""
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
     config = config.model_copy(update={"num_units": 64})
@@ -155,7 +155,7 @@ def test_a_layer_in_float16(config, randomise, proposals, monkeypatch):
         parameter.data = parameter.half().double()
     half = config.build().half()
     half.load_state_dict(exact.state_dict())
-    half.sparsity.proposals = proposals
+    half.sparsity.candidates = candidates
     x = torch.randn(2, 4, config.d_in).half()
     found = []
     for layer, rows in ((half, x), (exact, x.double())):
@@ -196,10 +196,10 @@ def test_the_code_is_the_largest_positive_pre_activations(layer, x):
 def test_values_are_non_negative_and_few(layer, x):
     for training in (True, False):
         code = layer.train(training).encode(50 * x)
-        assert (code.values >= 0).all()
-        assert (code.values > 0).any()
+        assert (code.activations >= 0).all()
+        assert (code.activations > 0).any()
         most = layer.config.sparsity.max_k or UNITS
-        assert (code.values > 0).sum(-1).max() <= most <= UNITS
+        assert (code.activations > 0).sum(-1).max() <= most <= UNITS
         assert all(len(set(row)) == len(row) for row in code.indices.flatten(0, -2).tolist())
         in_order = code.indices.flatten(0, -2).tolist() == [list(range(UNITS))] * 8
         assert code.all_units == in_order == (most == UNITS)
@@ -208,8 +208,8 @@ def test_values_are_non_negative_and_few(layer, x):
 def test_a_code_is_a_set(layer, x):
     """The order of the slots does not matter, nor whether the code claims to list all units in order."""
     code = layer.encode(x)
-    order = torch.randperm(code.values.shape[-1])
-    shuffled = Code(code.values[..., order], code.indices[..., order])
+    order = torch.randperm(code.activations.shape[-1])
+    shuffled = Code(code.activations[..., order], code.indices[..., order])
     torch.testing.assert_close(layer.decode(x, shuffled), layer(x))
 
 
@@ -228,7 +228,7 @@ def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
     hidden = layer.hidden(x)
     assert hidden.shape[:-1] == x.shape[:-1]
     code, mean = layer.encode(x), hidden.reshape(8, -1).mean(0)
-    rest = layer.decode(x, code.with_values(torch.zeros_like(code.values)))
+    rest = layer.decode(x, code.with_activations(torch.zeros_like(code.activations)))
     means = torch.stack([layer.unit_output(n, x).reshape(8, -1).mean(0) for n in range(UNITS)])
     torch.testing.assert_close(layer.decode(x, code, mean), rest + dense(code) @ means)
     torch.testing.assert_close(layer.decode(x[0, :1], layer.encode(x[0, :1]), hidden[0, 0]), layer(x[0, :1]))
@@ -240,7 +240,7 @@ def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
 def test_the_output_is_the_sum_of_its_units(layer, x):
     """``y^ = rest + sum_n a_n unit_output(n, x)``, the rest being what an empty code leaves."""
     code = layer.encode(x)
-    rest = layer.decode(x, code.with_values(torch.zeros_like(code.values)))
+    rest = layer.decode(x, code.with_activations(torch.zeros_like(code.activations)))
     units = torch.stack([layer.unit_output(n, x) for n in range(UNITS)], dim=-2)
     total = rest + (dense(code).unsqueeze(-1) * units).sum(-2)
     torch.testing.assert_close(layer(x), total)
@@ -248,11 +248,11 @@ def test_the_output_is_the_sum_of_its_units(layer, x):
 
 
 def test_ablating_a_unit_drops_its_term_and_steering_adds_one(layer, x):
-    """Section 3.2.2: to add ``lambda`` to a unit's strength is to add ``lambda * unit_output`` to the output."""
+    """Section 3.2.2: to add ``lambda`` to a unit's activation is to add ``lambda * unit_output`` to the output."""
     code = layer.encode(x)
-    n, strength = code.indices[0, 0, 1].item(), dense(code)
-    for change in (-strength[..., n], torch.full((2, 4), 100.0).double()):
-        changed = strength.clone()
+    n, activation = code.indices[0, 0, 1].item(), dense(code)
+    for change in (-activation[..., n], torch.full((2, 4), 100.0).double()):
+        changed = activation.clone()
         changed[..., n] += change
         got = layer.decode(x, Code(changed, torch.arange(UNITS).expand(2, 4, -1), True))
         torch.testing.assert_close(got, layer(x) + change.unsqueeze(-1) * layer.unit_output(n, x))
@@ -274,8 +274,8 @@ def test_unit_norms_of_a_fresh_layer_can_be_differentiated(config):
 def test_the_penalty(layer, x):
     """``l1 * mean_tokens sum_n |a_n| ||W_n||_F`` with the L1 sparsity (appendix B.6.1), nothing with the others."""
     code = layer.encode(x)
-    strength = dense(code).reshape(8, UNITS)
-    explicit = sum(strength[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(UNITS)) / 8
+    activation = dense(code).reshape(8, UNITS)
+    explicit = sum(activation[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(UNITS)) / 8
     l1 = getattr(layer.config.sparsity, "l1", 0.0)
     torch.testing.assert_close(layer.penalty(code), l1 * explicit)
     assert (layer.penalty(code) > 0) == (l1 > 0)
@@ -396,8 +396,8 @@ def test_open_fields_cannot_be_built(config):
 
 def test_inherit_fills_only_what_is_open(config, mlp):
     other = type(mlp)(d_in=60, d_out=50, hidden=80, activation="relu", glu=True)
-    assert config.inherit(other) == config
-    bare = type(config)().inherit(other)
+    assert config.resolve(other) == config
+    bare = type(config)().resolve(other)
     assert bare.d_out == 50
     assert bare.d_in == (60 if bare.reads == "mlp_in" else 50)
     assert [name for name in type(bare).model_fields if getattr(bare, name) is None] == ["num_units"]
@@ -410,7 +410,7 @@ def test_an_unknown_field_is_an_error(config):
 
 def test_slugs_tell_runs_apart(mlp):
     configs = [
-        parse_layer(fields | {"sparsity": s, "num_units": UNITS}).inherit(mlp)
+        parse_layer(fields | {"sparsity": s, "num_units": UNITS}).resolve(mlp)
         for name, fields in VARIANTS.items()
         for s in (*SPARSITIES.values(), {"kind": "topk", "k": 4})
         if name not in ("mxd-glu", "mxd-relu")

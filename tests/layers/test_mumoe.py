@@ -14,7 +14,7 @@ N, HIDDEN, OUT = 11, 8, 5
 
 
 def make(mlp, randomise, **fields):
-    return randomise(CPMuMoEConfig(num_units=N, sparsity=TopKConfig(k=3), **fields).inherit(mlp).build())
+    return randomise(CPMuMoEConfig(num_units=N, sparsity=TopKConfig(k=3), **fields).resolve(mlp).build())
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def x():
     return torch.randn(7, 6, dtype=torch.float64)
 
 
-def strengths(layer, x):
+def activations(layer, x):
     code = layer.encode(x)
-    return torch.zeros(len(x), N, dtype=x.dtype).scatter(1, code.indices, code.values)
+    return torch.zeros(len(x), N, dtype=x.dtype).scatter(1, code.indices, code.activations)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 20])
@@ -33,7 +33,7 @@ def test_equation_22(mlp, randomise, x, rank):
     layer = make(mlp, randomise, rank=rank)
     explicit = torch.einsum(
         "tn,nr,th,hr,ro->to",
-        strengths(layer, x),
+        activations(layer, x),
         layer.expert_factor,
         layer.encoder(x),
         layer.input_factor,
@@ -49,7 +49,7 @@ def test_it_is_a_mixture_of_its_experts(mlp, randomise, x):
     for n, expert in enumerate(experts):
         torch.testing.assert_close(layer.unit_weight(n), expert)
         torch.testing.assert_close(layer.unit_output(n, x), layer.encoder(x) @ expert)
-    mixture = torch.einsum("tn,th,nho->to", strengths(layer, x), layer.encoder(x), torch.stack(experts))
+    mixture = torch.einsum("tn,th,nho->to", activations(layer, x), layer.encoder(x), torch.stack(experts))
     torch.testing.assert_close(layer(x), mixture + layer.bias)
 
 
@@ -63,8 +63,8 @@ def test_experts_have_rank_min_of_h_o_and_r(mlp, randomise, rank):
 @pytest.mark.parametrize(("share", "rank"), [(0.25, 16), (0.5, 32), (1.0, 64), (2.0, 128), (0.001, 1)])
 def test_rank_share_is_of_the_output_width(share, rank):
     shape = MLPShape(d_in=48, d_out=64, hidden=192, activation="gelu", glu=False)
-    assert CPMuMoEConfig(rank_share=share).inherit(shape).rank == rank
-    assert CPMuMoEConfig(rank_share=share, rank=7).inherit(shape).rank == 7
+    assert CPMuMoEConfig(rank_share=share).resolve(shape).rank == rank
+    assert CPMuMoEConfig(rank_share=share, rank=7).resolve(shape).rank == 7
 
 
 def test_initialisation():
@@ -83,7 +83,7 @@ def test_initialisation():
 def test_mxd_is_the_case_of_an_identity_output_factor(mlp, randomise, x):
     """``R = O`` and ``W = I``: then ``D' = D`` and ``C' = C``."""
     cp = make(mlp, randomise, rank=OUT)
-    mxd = randomise(MxDConfig(num_units=N, sparsity=TopKConfig(k=3)).inherit(mlp).build())
+    mxd = randomise(MxDConfig(num_units=N, sparsity=TopKConfig(k=3)).resolve(mlp).build())
     shared = {name: p for name, p in cp.state_dict().items() if name in mxd.state_dict()}
     mxd.load_state_dict(shared | {"expert_scale": cp.expert_factor, "decoder": cp.input_factor})
     cp.output_factor.data = torch.eye(OUT, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_a5_scaling_rows_instead_is_mov(mlp, randomise, x):
     layer = make(mlp, randomise, rank=HIDDEN)
     layer.input_factor.data = torch.eye(HIDDEN, dtype=torch.float64)
     scale, decoder = layer.expert_factor, layer.output_factor
-    mov = ((strengths(layer, x) @ scale) * layer.encoder(x)) @ decoder
+    mov = ((activations(layer, x) @ scale) * layer.encoder(x)) @ decoder
     torch.testing.assert_close(layer(x), mov + layer.bias)
     tensor = torch.stack([layer.unit_weight(n) for n in range(N)])
     torch.testing.assert_close(tensor, torch.stack([torch.diag(c) @ decoder for c in scale]))

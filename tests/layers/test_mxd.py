@@ -17,7 +17,7 @@ N = 11
 
 @pytest.fixture
 def config(mlp):
-    return MxDConfig(num_units=N, sparsity=TopKConfig(k=3)).inherit(mlp)
+    return MxDConfig(num_units=N, sparsity=TopKConfig(k=3)).resolve(mlp)
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def explicit_experts(layer):
     return torch.stack([layer.decoder @ torch.diag(c) for c in layer.expert_scale])
 
 
-def all_on(layer, strength):
-    return Code(strength, torch.arange(layer.num_units).expand(strength.shape), True)
+def all_on(layer, activation):
+    return Code(activation, torch.arange(layer.num_units).expand(activation.shape), True)
 
 
 # --- the form: equations 4 and 5, lemma 2, appendix A.3 -----------------------------------------------------------
@@ -72,7 +72,7 @@ def test_lemma_2(config, randomise, glu):
     layer = randomise(config.model_copy(update={"glu": glu}).build())
     x = torch.randn(7, 6, dtype=torch.float64)
     code = layer.encode(x)
-    a = torch.zeros(7, N, dtype=torch.float64).scatter(1, code.indices, code.values)
+    a = torch.zeros(7, N, dtype=torch.float64).scatter(1, code.indices, code.activations)
     mixture = torch.einsum("tn,th,nho->to", a, layer.encoder(x), explicit_experts(layer))
     torch.testing.assert_close(layer(x), mixture + layer.bias)
 
@@ -84,10 +84,10 @@ def test_unit_views_are_equation_4(layer, x):
 
 
 def test_intervention_adds_a_multiple_of_the_experts_map(layer, x):
-    """Section 3.2.2: ``lambda * (z W_n) = lambda * c_n * (z D)`` is what a larger coefficient adds."""
-    strength = torch.rand(7, N, dtype=torch.float64)
-    pushed = strength + 100 * F.one_hot(torch.tensor(4), N)
-    added = layer.decode(x, all_on(layer, pushed)) - layer.decode(x, all_on(layer, strength))
+    """Section 3.2.2: ``lambda * (z W_n) = lambda * c_n * (z D)`` is what a larger activation adds."""
+    activation = torch.rand(7, N, dtype=torch.float64)
+    pushed = activation + 100 * F.one_hot(torch.tensor(4), N)
+    added = layer.decode(x, all_on(layer, pushed)) - layer.decode(x, all_on(layer, activation))
     torch.testing.assert_close(added, 100 * layer.encoder(x) @ explicit_experts(layer)[4])
     torch.testing.assert_close(100 * layer.unit_output(4, x), added)
 
@@ -102,11 +102,11 @@ def test_a3_mode_3_unfolding_is_a_khatri_rao_product(layer):
 
 def test_a3_forward_is_two_tensor_contractions(layer, x):
     """Equation 16: ``y^ = W x_1 a x_2 z``."""
-    strength = torch.rand(7, N, dtype=torch.float64)
+    activation = torch.rand(7, N, dtype=torch.float64)
     tensor = torch.stack([layer.unit_weight(n) for n in range(N)])
     for t in range(7):
-        contracted = torch.tensordot(layer.encoder(x)[t], torch.tensordot(strength[t], tensor, dims=1), dims=1)
-        torch.testing.assert_close(layer.decode(x, all_on(layer, strength))[t], contracted + layer.bias)
+        contracted = torch.tensordot(layer.encoder(x)[t], torch.tensordot(activation[t], tensor, dims=1), dims=1)
+        torch.testing.assert_close(layer.decode(x, all_on(layer, activation))[t], contracted + layer.bias)
 
 
 def test_the_factorised_decoders_cost_o_times_n_plus_h(layer):
@@ -184,9 +184,9 @@ def test_the_encoder_is_the_formula(config, randomise, activation, glu):
 def test_what_cannot_be_read_from_the_base_must_be_stated(missing):
     shape = {"d_in": 6, "d_out": 5, "hidden": 8, "activation": "relu", "glu": False}
     with pytest.raises(MxdError, match=f"base MLP's {missing} could not be read"):
-        MxDConfig().inherit(MLPShape(**shape | {missing: None}))
-    stated = MxDConfig(**{missing: shape[missing]}).inherit(MLPShape(**shape | {missing: None}))
-    assert stated == MxDConfig().inherit(MLPShape(**shape))
+        MxDConfig().resolve(MLPShape(**shape | {missing: None}))
+    stated = MxDConfig(**{missing: shape[missing]}).resolve(MLPShape(**shape | {missing: None}))
+    assert stated == MxDConfig().resolve(MLPShape(**shape))
 
 
 # --- initialisation -----------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def test_copy_base_is_the_base_mlp(config, randomise, glu, biases, sparsity, tra
     hidden = gelu(x @ base.encoder_glu.T) * linear if glu else gelu(linear)
     torch.testing.assert_close(layer(x), hidden @ base.decoder + (base.decoder_bias if biases else 0))
     code = layer.encode(x)
-    assert code.indices[code.values > 0].tolist() == [0] * 7
-    assert code.values[code.values > 0].tolist() == [1.0] * 7
+    assert code.indices[code.activations > 0].tolist() == [0] * 7
+    assert code.activations[code.activations > 0].tolist() == [1.0] * 7
 
 
 def test_copy_base_owns_its_weights(config, randomise):
@@ -265,7 +265,7 @@ def test_copy_base_refuses_another_shape(config, change):
 
 def test_the_centred_start_spreads_c_and_leaves_the_dense_part_as_drawn(config):
     drawn, layer = config.build(seed=3), config.build(seed=3)
-    layer.start(torch.randn(config.d_in), torch.randn(config.d_out), "centred")
+    layer.initialise(torch.randn(config.d_in), torch.randn(config.d_out), "centred")
     assert torch.equal(layer.expert_scale, 2 * drawn.expert_scale)
     kept = {"encoder.weight", "encoder.bias", "encoder.glu_weight", "encoder.glu_bias", "gate", "decoder"}
     parameters = dict(layer.named_parameters())

@@ -17,7 +17,7 @@ def layer(request, mlp, randomise):
     config = LAYERS[request.param].model_validate({"num_units": 16, "sparsity": kind})
     if request.param == "cp_mumoe":
         config = config.model_copy(update={"rank": 4})
-    return randomise(config.inherit(mlp).build())
+    return randomise(config.resolve(mlp).build())
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_loss_error_and_gradients_are_those_of_the_formula(layer, sites):
     (normalized_mse(out, y) + penalty).backward()
     torch.testing.assert_close(found.loss, normalized_mse(out, y))
     torch.testing.assert_close(found.error, (out - y).square().sum(-1))
-    assert torch.equal(found.code.values, other.encode(read).values)
+    assert torch.equal(found.code.activations, other.encode(read).activations)
     torch.testing.assert_close(gradients(layer), gradients(other))
     assert bool(penalty > 0) == (layer.config.label == "TC")
 

@@ -35,7 +35,7 @@ class ProductGate(Gate):
         one, other = x.chunk(2, dim=-1)
         return [torch.einsum("td,hnd->thn", *pair) for pair in ((one, self.first), (other, self.second))]
 
-    def top(self, x, k, proposals, selection):
+    def top(self, x, k, candidates, selection):
         raise NotImplementedError("its sparsity chooses halves")
 
     def rows(self, ids, head=0):
@@ -111,8 +111,8 @@ class ToyConfig(ReplacementConfig):
         d, o, n = self.d_in or 0, self.d_out or 0, self.halves or 0
         return HEADS * n * d + n * n * o + o
 
-    def inherit(self, mlp):
-        return self.given(d_in=mlp.d_in, d_out=mlp.d_out)
+    def resolve(self, mlp):
+        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
 
     def paper_units(self, width):
         return width
@@ -218,12 +218,12 @@ def test_scores_too_many_to_form_are_refused(layer, x):
 def test_the_code_answers_without_its_list_what_its_list_says(layer, x):
     code, expected = layer.encode(x.view(7, 1, 6)), dense(layer, x)
     assert isinstance(code, PairCode) and code.first.shape == (7, 1, HEADS, HALVES)
-    listed = torch.zeros_like(expected).scatter_add(1, code.indices[:, 0], code.values[:, 0])
+    listed = torch.zeros_like(expected).scatter_add(1, code.indices[:, 0], code.activations[:, 0])
     torch.testing.assert_close(listed, expected)
-    assert code.active_count() == (expected > 0).sum() == (code.values > 0).sum()
+    assert code.active_count() == (expected > 0).sum() == (code.activations > 0).sum()
     assert torch.equal(code.active_units(25), (expected > 0).any(0))
     for row in range(7):  # a code is a set
-        active = code.indices[row, 0][code.values[row, 0] > 0].tolist()
+        active = code.indices[row, 0][code.activations[row, 0] > 0].tolist()
         assert len(set(active)) == len(active)
     torch.testing.assert_close(expected.sum(1), torch.full((7,), float(HEADS), dtype=torch.float64))
 
@@ -232,14 +232,16 @@ def test_the_code_answers_without_its_list_what_its_list_says(layer, x):
 def test_the_list_does_not_depend_on_how_many_tokens_are_listed_at_a_time(layer, x, limit, monkeypatch):
     monkeypatch.setattr("mxd.layers.code.LISTED", limit)
     code = layer.encode(x)
-    torch.testing.assert_close(torch.zeros(7, 25).double().scatter_add(1, code.indices, code.values), dense(layer, x))
-    assert layer.encode(x[:0]).values.shape[0] == 0
+    torch.testing.assert_close(
+        torch.zeros(7, 25).double().scatter_add(1, code.indices, code.activations), dense(layer, x)
+    )
+    assert layer.encode(x[:0]).activations.shape[0] == 0
 
 
 def test_pairs_and_lists_decode_alike_and_masks_and_steering_go_through_the_code(layer, x):
     code, weight = layer.encode(x), layer.decoder
     torch.testing.assert_close(layer(x), dense(layer, x) @ weight + layer.bias)
-    torch.testing.assert_close(layer.decode(x, Code(code.values, code.indices)), layer(x))
+    torch.testing.assert_close(layer.decode(x, Code(code.activations, code.indices)), layer(x))
     off = torch.zeros(25, dtype=torch.bool)
     off[int(code.indices[0, 0])] = True
     masked = dense(layer, x).masked_fill(off, 0)
@@ -266,7 +268,7 @@ def test_running_statistics_are_state_that_only_training_changes(layer, x):
 
 @pytest.mark.parametrize("expansion", [1, 2, 5])
 def test_sizing_solves_for_the_methods_own_field(expansion):
-    config = size(ToyConfig().inherit(MLPShape(d_in=6, d_out=3)), expansion)
+    config = size(ToyConfig().resolve(MLPShape(d_in=6, d_out=3)), expansion)
     budget = transcoder_params(6, 3, 6 * expansion)
     off = {n: abs(config.model_copy(update={"halves": n}).learned_params - budget) for n in range(1, 20)}
     assert off[config.halves] == min(off.values())

@@ -15,7 +15,7 @@ def test_it_reads_the_mlps_output_and_the_others_its_input():
 
 
 def test_both_widths_are_the_outputs(mlp):
-    config = TopKSAEConfig().inherit(mlp)
+    config = TopKSAEConfig().resolve(mlp)
     assert (config.d_in, config.d_out) == (mlp.d_out, mlp.d_out) == (5, 5)
 
 

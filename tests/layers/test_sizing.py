@@ -30,7 +30,7 @@ METHODS = [(name, {}) for name in LAYERS] + [("transcoder", {"skip": True}), ("c
 def test_table_2_of_the_paper(base, features, experts, params):
     """The numbers of units exactly, and the parameters to the precision in which the paper prints them."""
     tc, stc, mxd = (
-        size(config.inherit(base), expansion=32, match="paper")
+        size(config.resolve(base), expansion=32, match="paper")
         for config in (TranscoderConfig(), TranscoderConfig(skip=True), MxDConfig())
     )
     assert (tc.num_units, stc.num_units, mxd.num_units) == (features, features, experts)
@@ -42,14 +42,14 @@ def test_table_2_of_the_paper(base, features, experts, params):
 @pytest.mark.parametrize(("expansion", "experts"), [(4, 6), (5, 7), (6, 9)])
 def test_the_papers_convention_rounds_to_the_nearest(expansion, experts):
     """``(2 d H_tc - 2 d H*) / (2 d + 1)`` with d = 2, H* = 1: 5.6, 7.2 and 8.8."""
-    config = MxDConfig(sparsity=TopKConfig(k=1)).inherit(MLPShape(2, 2, 1, "relu", False))
+    config = MxDConfig(sparsity=TopKConfig(k=1)).resolve(MLPShape(2, 2, 1, "relu", False))
     assert size(config, expansion=expansion, match="paper").num_units == experts
 
 
 @pytest.mark.parametrize("hidden", range(5, 12))
 def test_the_papers_convention_for_glu_is_the_most_units_the_budget_pays_for(hidden):
     """Its counts are true, and it rounds down."""
-    config = MxDConfig(sparsity=TopKConfig(k=1)).inherit(MLPShape(7, 7, hidden, "silu", True))
+    config = MxDConfig(sparsity=TopKConfig(k=1)).resolve(MLPShape(7, 7, hidden, "silu", True))
     n, budget = size(config, expansion=8, match="paper").num_units, transcoder_params(7, 7, 56)
     assert config.model_copy(update={"num_units": n}).num_params <= budget
     assert config.model_copy(update={"num_units": n + 1}).num_params > budget
@@ -58,7 +58,7 @@ def test_the_papers_convention_for_glu_is_the_most_units_the_budget_pays_for(hid
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 @pytest.mark.parametrize(("method", "fields"), METHODS)
 def test_exact_matching_is_as_near_as_a_whole_unit_allows(method, fields, base):
-    config = size(LAYERS[method](**fields).inherit(base), expansion=32)
+    config = size(LAYERS[method](**fields).resolve(base), expansion=32)
     budget = 32 * base.d_in * (base.d_in + 1 + base.d_out) + base.d_out
     one_more = config.model_copy(update={"num_units": config.num_units + 1})
     per_unit = one_more.num_params - config.num_params
@@ -68,7 +68,7 @@ def test_exact_matching_is_as_near_as_a_whole_unit_allows(method, fields, base):
 
 @pytest.mark.parametrize(("method", "fields"), METHODS)
 def test_sizing_meets_a_budget_that_can_be_met(method, fields, mlp):
-    config = LAYERS[method](sparsity=TopKConfig(k=1), **fields).inherit(mlp)
+    config = LAYERS[method](sparsity=TopKConfig(k=1), **fields).resolve(mlp)
     for units in (1, 2, 17, 1000):
         budget = config.model_copy(update={"num_units": units}).num_params
         assert config.sized(budget).num_units == units
@@ -76,13 +76,13 @@ def test_sizing_meets_a_budget_that_can_be_met(method, fields, mlp):
 
 
 def test_a_transcoder_gets_its_own_width(mlp):
-    config = size(TranscoderConfig(sparsity=TopKConfig(k=4)).inherit(mlp), expansion=3)
+    config = size(TranscoderConfig(sparsity=TopKConfig(k=4)).resolve(mlp), expansion=3)
     assert config.num_units == 3 * mlp.d_in
     assert config.num_params == transcoder_params(mlp.d_in, mlp.d_out, 18) == 18 * 7 + 18 * 5 + 5
 
 
 def test_every_unit_of_mxd_costs_a_gate_row_a_row_of_c_and_a_bias():
-    config = MxDConfig(num_units=100).inherit(GPT2)
+    config = MxDConfig(num_units=100).resolve(GPT2)
     assert config.model_copy(update={"num_units": 101}).num_params - config.num_params == 2 * 768 + 1
 
 
@@ -92,16 +92,16 @@ def test_every_unit_of_mxd_costs_a_gate_row_a_row_of_c_and_a_bias():
 def test_a_budget_below_what_the_units_share_is_an_error(method, sparsity, match):
     """At expansion 2 the transcoder costs less than the dense encoder and the decoder alone."""
     with pytest.raises(MxdError, match=r"raise sizing.expansion"):
-        size(LAYERS[method](sparsity=sparsity).inherit(GPT2), expansion=2, match=match)
+        size(LAYERS[method](sparsity=sparsity).resolve(GPT2), expansion=2, match=match)
 
 
 def test_a_skip_alone_can_exceed_the_budget():
     with pytest.raises(MxdError, match=r"STC: a budget of 10 parameters does not pay for .* \(590,592\)"):
-        TranscoderConfig(skip=True).inherit(GPT2).sized(10)
+        TranscoderConfig(skip=True).resolve(GPT2).sized(10)
 
 
 def test_more_active_units_than_units_found_is_an_error(mlp):
-    config = TranscoderConfig(sparsity=TopKConfig(k=7)).inherit(mlp)
+    config = TranscoderConfig(sparsity=TopKConfig(k=7)).resolve(mlp)
     assert size(config, expansion=2).num_units == 12
     with pytest.raises(MxdError, match="k = 7 is more than its 6 units"):
         size(config, expansion=1)
@@ -109,5 +109,5 @@ def test_more_active_units_than_units_found_is_an_error(mlp):
 
 def test_a_stated_number_of_units_is_kept():
     """Also where the budget would pay for none."""
-    config = MxDConfig(num_units=40).inherit(GPT2)
+    config = MxDConfig(num_units=40).resolve(GPT2)
     assert size(config, expansion=2) == config

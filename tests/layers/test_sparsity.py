@@ -25,7 +25,7 @@ def all_units(values):
 
 def draw(sparsity, gate, steps):
     """The K of each of a number of calls."""
-    return [sparsity(*gate).values.shape[-1] for _ in range(steps)]
+    return [sparsity(*gate).activations.shape[-1] for _ in range(steps)]
 
 
 # --- random K -----------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_random_k_evaluates_with_k_and_does_not_count(gate):
     assert set(draw(sparsity, gate, 20)) == {8}
     assert sparsity.draws == 0
     code, expected = sparsity(*gate), TopKConfig(k=8).build(40)(*gate)
-    assert torch.equal(code.values, expected.values)
+    assert torch.equal(code.activations, expected.activations)
     assert torch.equal(code.indices, expected.indices)
 
 
@@ -111,7 +111,7 @@ def test_l1_averages_over_any_number_of_tokens(gate, weighting):
 def test_l1_cannot_be_escaped_by_scaling_but_without_weights(method, weighting, left, mlp, randomise):
     """Half the gate and twice the row of C (or D, C') are the same function: weighted by norms, it costs the same."""
     fields = {"method": method, "num_units": 40, "sparsity": {"kind": "relu_l1", "l1": 0.1, "weighting": weighting}}
-    layer = randomise(parse_layer(fields).inherit(mlp).build())
+    layer = randomise(parse_layer(fields).resolve(mlp).build())
     x = torch.randn(4, layer.config.d_in, dtype=torch.float64)
     y, penalty = layer(x), layer.penalty(layer.encode(x))
     for parameter in (layer.gates.weight, layer.gates.bias):
@@ -129,7 +129,7 @@ def test_the_factor_is_what_a_unit_has_of_its_own(mlp, randomise):
     for weighting in ("factor", "norm"):
         fields = {"method": "mxd", "num_units": 40, "sparsity": {"kind": "relu_l1", "weighting": weighting}}
         torch.manual_seed(1)
-        layer = randomise(parse_layer(fields).inherit(mlp).build())
+        layer = randomise(parse_layer(fields).resolve(mlp).build())
         x = torch.randn(4, layer.config.d_in, dtype=torch.float64)
         before = layer.penalty(layer.encode(x))
         layer.decoder.data *= 3
@@ -142,19 +142,19 @@ def test_l1_training_switches_units_off():
     layer, x = config.build(), torch.randn(64, 6)
     layer.decoder.data.normal_()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
-    before = (layer.encode(x).values > 0).float().mean()
+    before = (layer.encode(x).activations > 0).float().mean()
     for _ in range(20):
         optimizer.zero_grad()
         layer.penalty(layer.encode(x)).backward()
         optimizer.step()
-    assert (layer.encode(x).values > 0).float().mean() < 0.8 * before
+    assert (layer.encode(x).activations > 0).float().mean() < 0.8 * before
 
 
 def test_relu_keeps_every_positive_unit(gate):
     x, linear = gate
     code = ReLUL1Config().build(40)(*gate)
     assert code.all_units
-    torch.testing.assert_close(code.values, torch.relu(x @ linear.weight.T + linear.bias))
+    torch.testing.assert_close(code.activations, torch.relu(x @ linear.weight.T + linear.bias))
     assert code.indices.tolist() == [list(range(40))] * 3
 
 
@@ -171,7 +171,7 @@ def test_jumprelu_keeps_what_is_above_its_units_threshold(gate):
     weight[3], bias[3] = weight[3] * pre[1, 3].sign(), bias[3] * pre[1, 3].sign()
     pre = torch.nn.functional.linear(x, weight, bias)
     code = sparsity(*gate)
-    values = code.values
+    values = code.activations
     assert code.all_units and code.indices.tolist() == [list(range(40))] * 3
     assert torch.equal(values, torch.where((pre > sparsity.threshold) & (pre > 0), pre, torch.zeros(())))
     assert values[1, 3] == 0 < pre[1, 3] and 10 < (values > 0).sum() < (pre > 0).sum()

@@ -16,7 +16,7 @@ from mxd.splice import splice, spliced
 def layer_for(model, number, method="mxd", **fields):
     """A layer with random weights that fits a block."""
     chosen = {"method": method, "num_units": 48, "sparsity": {"kind": "topk", "k": 5}} | fields
-    layer = parse_layer(chosen).inherit(model.mlp_shape(number)).build()
+    layer = parse_layer(chosen).resolve(model.mlp_shape(number)).build()
     generator = torch.Generator().manual_seed(number)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3, generator=generator)

@@ -58,7 +58,7 @@ def test_eight_bits_give_nearly_the_same_logits_and_can_be_trained_on(source, tm
     planned = plan_run(config).memory["loading"]["base model"]
     held = sum(t.numel() * t.element_size() for t in (*packed.module.parameters(), *packed.module.buffers()))
     assert held == pytest.approx(planned, rel=0.02)
-    trained = load_layer(train(config) / "layer2-mxd-k8")
+    trained = load_layer(train(config) / "block2-mxd-k8")
     assert trained.provenance.model_dtype == "int8"
     with spliced(packed, {2: trained}):
         assert torch.isfinite(packed.logits(ids)).all()

@@ -59,7 +59,7 @@ def other(request, build_model):
 
 
 def test_mlp_shape(family_name, family):
-    assert family.num_layers == 3
+    assert family.num_blocks == 3
     assert [family.mlp_shape(layer) for layer in range(3)] == [SHAPES[family_name]] * 3
 
 
@@ -81,7 +81,7 @@ def test_other_families(other, ids):
 
 def test_every_other_family_can_be_spliced(other, ids):
     model, shape = other
-    layer = MxDConfig(num_units=4, sparsity=TopKConfig(k=2)).inherit(shape).build()
+    layer = MxDConfig(num_units=4, sparsity=TopKConfig(k=2)).resolve(shape).build()
     layer.copy_base(model.mlp_weights(1))
     before = model.logits(ids)
     with spliced(model, {1: layer}):
@@ -96,10 +96,10 @@ def test_a_mixture_of_experts_has_an_unknown_form_that_the_config_must_state(bui
     shape = model.mlp_shape(1)
     assert shape == MLPShape(32, 32, None, None, None)
     with pytest.raises(MxdError, match=r"hidden could not be read.*set hidden"):
-        MxDConfig(num_units=64).inherit(shape)
+        MxDConfig(num_units=64).resolve(shape)
     with pytest.raises(MxdError, match="cannot be read"):
         model.mlp_weights(1)
-    stated = MxDConfig(num_units=64, hidden=8, activation="silu", glu=True).inherit(shape)
+    stated = MxDConfig(num_units=64, hidden=8, activation="silu", glu=True).resolve(shape)
     assert (stated.d_in, stated.d_out) == (32, 32)
     x, y = model.record(ids, [1])[1]
     assert x.shape == y.shape == (2, 12, 32)

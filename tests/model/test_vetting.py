@@ -74,7 +74,7 @@ def test_a_whole_gguf_file_loads(tiny):
     torch.testing.assert_close(load_frozen(at, device="cpu").logits(IDS), expected(IDS).logits)
     held = Held(sum(p.numel() for p in expected.parameters()), len(list(expected.parameters())))
     assert measure_gguf(at) == held
-    assert outline(at).num_layers == 2
+    assert outline(at).num_blocks == 2
 
 
 # Pickles
@@ -92,7 +92,7 @@ def test_a_pickle_is_refused_unless_it_is_asked_for(tiny, folder):
     with pytest.raises(MxdError, match="are a pickle"):
         load_base(parse_config(config))
     config["model"]["allow_pickle"] = True
-    assert load_base(parse_config(config)).num_layers == 2
+    assert load_base(parse_config(config)).num_blocks == 2
 
 
 class Payload:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxd.ops import proposals_on, reference, sparse, sparse_decode, topk_linear
+from mxd.ops import candidate_dtype, reference, sparse, sparse_decode, topk_linear
 from mxd.ops.sparse import _topk
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -167,7 +167,7 @@ def bfloat16_case(kind, tokens=256, d=64, units=4096):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Let proposals be made however few the units, and list the dtype and rows of each search through all units."""
+    """Let candidates be made however few the units, and list the dtype and rows of each search through all units."""
     found, real = [], sparse._largest
 
     def noting(x, weight, bias, k):
@@ -298,13 +298,13 @@ def test_the_proof_sets_what_it_counts_on_and_puts_it_back(loose, searched, monk
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_of_16_bits_are_searched_as_they_are(dtype, searched):
-    """A proposal is coarser than what it is for, or is of no use; gradients flow all the same."""
+    """A candidate is coarser than what it is for, or is of no use; gradients flow all the same."""
     inputs = [t.to(dtype) for t in bfloat16_case("normal", 16, 8, 200)]
     upstream = torch.randn(16, 5)
 
-    def run(proposals):
+    def run(candidates):
         leaves = [t.clone().requires_grad_() for t in inputs]
-        values, indices = topk_linear(*leaves, 5, proposals)
+        values, indices = topk_linear(*leaves, 5, candidates)
         return values, indices, *torch.autograd.grad((values * upstream).sum(), leaves)
 
     for got, expected in zip(run("bfloat16"), run("float32"), strict=True):
@@ -359,15 +359,15 @@ def test_a_device_proposes_in_bfloat16_where_it_has_it(monkeypatch):
     for has in (True, False):
         expected = "bfloat16" if has else "float32"
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
-        assert proposals_on(torch.device("cpu")) == expected
+        assert candidate_dtype(torch.device("cpu")) == expected
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=has: (8, 0) if has else (7, 5))
-        assert proposals_on(torch.device("cuda", 0)) == expected
-        assert [proposals_on(torch.device("cpu"), asked) for asked in ("float32", "bfloat16", "auto")] == [
+        assert candidate_dtype(torch.device("cuda", 0)) == expected
+        assert [candidate_dtype(torch.device("cpu"), asked) for asked in ("float32", "bfloat16", "auto")] == [
             *("float32", "bfloat16"),
             expected,
         ]
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-    assert {proposals_on(torch.device(name)) for name in ("cpu", "mps")} == {"float32"}
+    assert {candidate_dtype(torch.device(name)) for name in ("cpu", "mps")} == {"float32"}
 
 
 def test_bfloat16_proposals_have_the_gradients_of_the_units_they_chose(searched):
@@ -519,13 +519,13 @@ def test_the_dense_code_is_never_built(small_tiles):
     assert ours.numel <= max(units * d, 3 * units)
 
 
-@pytest.mark.parametrize("proposals", ["float32", "bfloat16"])
-def test_other_devices_fall_back_on_the_dense_reference(monkeypatch, proposals):
+@pytest.mark.parametrize("candidates", ["float32", "bfloat16"])
+def test_other_devices_fall_back_on_the_dense_reference(monkeypatch, candidates):
     """As on MPS: plain dense operations, differentiated by autograd, and the same numbers and gradients."""
     x, weight, bias, decoder = (torch.randn(*shape, requires_grad=True) for shape in ((9, 6), (20, 6), (20,), (20, 4)))
 
     def run():
-        values, indices = topk_linear(x, weight, bias, 5, proposals)
+        values, indices = topk_linear(x, weight, bias, 5, candidates)
         out = sparse_decode(values, indices, decoder)
         return out, torch.autograd.grad(out.square().sum(), (x, weight, bias, decoder))
 

@@ -60,12 +60,12 @@ def test_a_meter_answers_questions_about_numbers_that_are_not_there() -> None:
 def test_a_step_costs_on_the_meta_device_what_it_costs_on_the_cpu(fields: dict) -> None:
     shape = MLPShape(64, 64, 256, "gelu_tanh", False)
     method = LAYERS[fields["method"]]
-    config = size(method.model_validate(fields).inherit(shape), 16)
+    config = size(method.model_validate(fields).resolve(shape), 16)
 
     def step(device: str) -> None:
         torch.manual_seed(0)
         with torch.device(device):
-            layer = config.given().build().train()
+            layer = config.with_defaults().build().train()
         x = torch.randn(2500, 64, device=device)
         if fields["sparsity"]["kind"] == "random_k":
             layer.sparsity.reach = 0  # draws no number
@@ -99,16 +99,16 @@ def test_products_of_a_step_are_those_that_none_avoids(tmp_path: Path) -> None:
     units = {name: layer.num_units for name, (_, layer) in plan.replacements.items()}
     flops = {name: work.flops for name, work in plan.work.items()}
     encoder = 2 * 2 * d * hidden  # forward, and for its own gradient
-    assert flops["layer2-mxd-k8"] == 2 * d * units["layer2-mxd-k8"] + encoder + 3 * 2 * hidden * d
-    assert flops["layer2-tc-randomk8"] == 2 * d * units["layer2-tc-randomk8"]
+    assert flops["block2-mxd-k8"] == 2 * d * units["block2-mxd-k8"] + encoder + 3 * 2 * hidden * d
+    assert flops["block2-tc-randomk8"] == 2 * d * units["block2-tc-randomk8"]
     rank = 3 * 2 * hidden * 64 + 3 * 2 * 64 * d
-    assert flops["layer2-cp-mumoe-r64-k8"] == 2 * d * units["layer2-cp-mumoe-r64-k8"] + encoder + rank
+    assert flops["block2-cp-mumoe-r64-k8"] == 2 * d * units["block2-cp-mumoe-r64-k8"] + encoder + rank
     per_block = 2 * 12 * d * d + 2 * 2 * 128 * d  # attention over 128 positions; the last block ends with its MLP
     assert flops["base model"] == 3 * per_block
 
 
 def test_memory_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:2])
+    config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:2])
     plan = plan_run(config)
     steps, record = plan.memory["taking steps"], plan.memory["recording activations"]
     state = steps["replacements"] + steps["gradients"] + steps["Adam's moments"]
@@ -192,7 +192,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path, monkeypatch: 
 
 
 def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
-    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:1])
+    config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:1])
     speeds = Speeds(products=1e9, rounded=4e9, base=2e9, copies=1e8, network=1e7)
     tokens, site = config.training.batch_tokens, 2 * 128 * 4
     one = step_times(plan_run(config), tokens, speeds)
@@ -219,10 +219,10 @@ def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
 ) -> None:
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
     found = {
-        proposals: plan_run(
-            small(tmp_path, replacements=EVERYTHING[1:2], training={"proposals": proposals, "accumulation": n})
+        candidates: plan_run(
+            small(tmp_path, replacements=EVERYTHING[1:2], training={"candidates": candidates, "accumulation": n})
         )
-        for proposals, n in (("float32", 1), ("bfloat16", 2))
+        for candidates, n in (("float32", 1), ("bfloat16", 2))
     }
     (name,) = found["float32"].replacements
     exact, rounded = (plan.work[name] for plan in found.values())
@@ -235,7 +235,7 @@ def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
 
 
 def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:
-    config = small(tmp_path, layers=[1, 2], replacements=EVERYTHING[:1])
+    config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:1])
     plan = plan_run(config, world=2)
     _, times = expected(config, plan, tokens_per_second=1000.0)
     rate = config.training.batch_tokens / times.step
@@ -250,13 +250,13 @@ def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, ca
     config.write_text(yaml.safe_dump(small(tmp_path).model_dump(mode="json")))
     code, out, _ = mxd(capsys, "plan", config, "--json", file, "--processes", "2", "--groups", "1", "--network", "1")
     assert code == 0
-    for word in ("layer2-mxd-k8", "base model", "gradients", "Adam's moments", "forward", "largest step", "3 states"):
+    for word in ("block2-mxd-k8", "base model", "gradients", "Adam's moments", "forward", "largest step", "3 states"):
         assert word in out
     assert "2 processes, groups of 2" in out and out.endswith("it fits\n")
     found = json.loads(file.read_text())
     assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["memory_bytes"].values())
     assert not (tmp_path / "r").exists()
-    code, _, err = mxd(capsys, "plan", config, "--layers", "[99]")
+    code, _, err = mxd(capsys, "plan", config, "--blocks", "[99]")
     assert code == 1 and "out of range" in err
     code, _, err = mxd(capsys, "plan", config, "--processes", "2", "--groups", "3")
     assert code == 1 and "cannot make 3 groups" in err

@@ -23,9 +23,9 @@ def layer(folder: Path, name: str, fields: dict[str, Any], block: int = 1) -> No
     provenance = Provenance(
         model="made-up",
         revision="abc123",
-        layer=block,
+        block=block,
         fingerprint="f" * 16,
-        masked_ids=(0,),
+        excluded_ids=(0,),
         data={"source": f"corpus {EVIL}", "split": "train", "context": 128},
         training={"recipe": "short", "steps": 100, "batch_tokens": 4096, "settings": {"lr": 1e-3, "warmup_steps": 10}},
         tokens=409_600,
@@ -40,9 +40,9 @@ def replacements(k: int) -> dict[str, dict[str, Any]]:
     encoder = {"hidden": 16, "activation": "relu", "glu": False}
     sparsity = {"kind": "topk", "k": k}
     return {
-        f"layer1-mxd-k{k}": {"method": "mxd", "sparsity": sparsity, **encoder},
-        f"layer1-tc-k{k}": {"method": "transcoder", "sparsity": sparsity},
-        f"layer1-cp-mumoe-r4-k{k}": {"method": "cp_mumoe", "sparsity": sparsity, "rank": 4, **encoder},
+        f"block1-mxd-k{k}": {"method": "mxd", "sparsity": sparsity, **encoder},
+        f"block1-tc-k{k}": {"method": "transcoder", "sparsity": sparsity},
+        f"block1-cp-mumoe-r4-k{k}": {"method": "cp_mumoe", "sparsity": sparsity, "rank": 4, **encoder},
     }
 
 
@@ -98,7 +98,7 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
     }
     method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE"}[name.split("-")[1]]
     k = 8 if "k8" in name else 32
-    what = {"method": method, "sparsity": f"k{k}", "k": k, "layer": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
+    what = {"method": method, "sparsity": f"k{k}", "k": k, "block": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
     return {
         "tokens": 1000,
         "ce_base": 3.5,
@@ -136,7 +136,7 @@ def generated(rng: Any, name: str, n: int) -> dict[str, Any]:
 
 
 def structured(rng: Any, name: str, n: int) -> dict[str, Any]:
-    units = [{"unit": u, "strength": 1.5 - u, "rate": 0.125 * (u + 1)} for u in range(2)]
+    units = [{"unit": u, "activation": 1.5 - u, "rate": 0.125 * (u + 1)} for u in range(2)]
     leading = [{"prompt": f"p{i} {EVIL}", "units": units[i % 2 :]} for i in range(3)]
     return {"normalized_rank": [0.99, 0.125, 0.5][n % 3], "experts": UNITS, "leading": leading}
 
@@ -146,14 +146,19 @@ def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
     rates[5] = 0.0
     units = {}
     for unit in range(0, UNITS, 2):
-        bands = []
-        for band in range(6):
+        intervals = []
+        for interval in range(6):
             tokens = [" one", f" {EVIL}", f" word{unit}x", " four", "\n"]
-            context = {"tokens": tokens, "strengths": [0, 0.5, band + 1.0, 0, 0], "at": 2, "value": band + 1.0}
-            bands.append({"low": float(band), "high": band + 1.0, "contexts": [context]})
-        units[str(unit)] = {"rate": rates[unit], "mean": 1.0, "max": 6.0 + unit, "bands": bands}
+            context = {
+                "tokens": tokens,
+                "activations": [0, 0.5, interval + 1.0, 0, 0],
+                "at": 2,
+                "value": interval + 1.0,
+            }
+            intervals.append({"low": float(interval), "high": interval + 1.0, "contexts": [context]})
+        units[str(unit)] = {"rate": rates[unit], "mean": 1.0, "max": 6.0 + unit, "intervals": intervals}
     return {
-        "layer": 1,
+        "block": 1,
         "tokens": 100_000,
         "rates": rates.tolist(),
         "histogram": {"log10_edges": [-4, -3, -2, -1, 0], "counts": [1, 20, 60, 38]},
@@ -188,7 +193,7 @@ def masked(rng: Any, name: str, n: int) -> dict[str, Any]:
 def purged(rng: Any, name: str, n: int) -> dict[str, Any]:
     changes, control = [[0.125, 0.5], [0.25, 0.75]], [[0.0625, 0.0625]] * 2
     errors = [[0.01, 0.02], [0.03, float("inf")]]
-    leading = [{"layer": 1, "unit": unit, "correlation": 0.5 - 0.125 * unit} for unit in range(3 - n % 2)]
+    leading = [{"block": 1, "unit": unit, "correlation": 0.5 - 0.125 * unit} for unit in range(3 - n % 2)]
     leading = [{**one, "correlation_texts": 0.75, "beyond_chance": one["unit"] < 2} for one in leading]
     found = {"mean_score": 0.25, "thresholds": [0.2, 0.1], "units": [3, 9], "share": [0.025, 0.075], "leading": leading}
     found |= {"removed": [4, 12]}

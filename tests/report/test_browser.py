@@ -42,7 +42,7 @@ def test_text_of_the_corpus_is_shown_and_does_not_run(page):
     page.run("new Promise((done) => setTimeout(done, 200))")
     assert page.run("window.pwned") is None
     assert page.run("document.querySelectorAll('img:not([src^=\"data:\"])').length") == 0
-    shown = page.run("document.querySelector('.bands').textContent")
+    shown = page.run("document.querySelector('.intervals').textContent")
     assert EVIL in shown
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = false; })")
     assert page.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.pwned=2\">'), 1") == 1
@@ -90,10 +90,10 @@ def test_another_replacement_is_chosen_and_a_unit_opened(page):
     choose(page, "query", "word42x")
     page.run("document.querySelector('.units details').open = true")
     page.run("new Promise((done) => setTimeout(done, 100))")
-    headings = page.run("[...document.querySelectorAll('.bands h4')].map((each) => each.textContent)")
-    assert headings[0] == "strength 5 to 6" and len(headings) == 6
-    assert "layer1-tc-k32/units/42" in page.run("document.querySelector('.bands').lastChild.textContent")
-    assert page.run("document.querySelectorAll('.bands .at').length") == 6
+    headings = page.run("[...document.querySelectorAll('.intervals h4')].map((each) => each.textContent)")
+    assert headings[0] == "activation 5 to 6" and len(headings) == 6
+    assert "block1-tc-k32/units/42" in page.run("document.querySelector('.intervals').lastChild.textContent")
+    assert page.run("document.querySelectorAll('.intervals .at').length") == 6
     choose(page, "query", "")
 
 

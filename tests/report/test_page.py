@@ -132,7 +132,7 @@ def test_the_policy_lets_only_the_pages_own_script_and_style_in(page):
 def test_the_page_lists_its_files_with_their_hashes(run, page):
     for name in [*(f"{kind}.json" for kind in KINDS), "metrics.jsonl", "config.yaml"]:
         assert name in page and hashlib.sha256((run / name).read_bytes()).hexdigest() in page
-    assert "layer1-mxd-k8/config.json" in page
+    assert "block1-mxd-k8/config.json" in page
 
 
 def test_everything_is_named_for_those_who_do_not_see_it(page):
@@ -185,9 +185,9 @@ def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run)
 def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):
     folder = fill(tmp_path / "big", ks=(32,))
     document = json.loads((folder / "units.json").read_text())
-    context = {"tokens": [f"word{i} " for i in range(30)], "strengths": [0.5] * 30, "at": 20, "value": 3.0}
-    band = {"low": 0.0, "high": 3.0, "contexts": [context] * 2}
-    described = {str(n): {"rate": 0.1, "mean": 1.0, "max": 3.0, "bands": [band] * 6} for n in range(80)}
+    context = {"tokens": [f"word{i} " for i in range(30)], "activations": [0.5] * 30, "at": 20, "value": 3.0}
+    interval = {"low": 0.0, "high": 3.0, "contexts": [context] * 2}
+    described = {str(n): {"rate": 0.1, "mean": 1.0, "max": 3.0, "intervals": [interval] * 6} for n in range(80)}
     for result in document["results"].values():
         result |= {"rates": [0.1] * 40_000, "units": described}
     (folder / "units.json").write_text(json.dumps(document))
@@ -203,13 +203,13 @@ def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_o
 
 
 def test_a_context_is_cut_around_its_token_and_highlighted_by_strength():
-    strengths = [0.0] * 100
-    strengths[50], strengths[49], strengths[48] = 9.0, 4.4, 0.01
-    value = {"tokens": [f"t{i}" for i in range(100)], "strengths": strengths, "at": 50, "value": 9.0}
+    activations = [0.0] * 100
+    activations[50], activations[49], activations[48] = 9.0, 4.4, 0.01
+    value = {"tokens": [f"t{i}" for i in range(100)], "activations": activations, "at": 50, "value": 9.0}
     words: dict[str, int] = {}
-    at, strength, tokens, levels = units._context(Node(value, "units.json"), 9.0, words)
+    at, activation, tokens, levels = units._context(Node(value, "units.json"), 9.0, words)
     names = list(words)
-    assert names[tokens[at]] == "t50" and strength == 9.0
+    assert names[tokens[at]] == "t50" and activation == 9.0
     assert [names[t] for t in tokens] == [f"t{i}" for i in range(36, 59)]
     assert levels[at - 3 : at + 2] == [0, 1, 5, 9, 0]
 
@@ -217,18 +217,18 @@ def test_a_context_is_cut_around_its_token_and_highlighted_by_strength():
 def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
     encoder = {"method": "mxd", "hidden": 16, "glu": False}
     extra = {
-        "layer1-mxd-k32-v2": {**encoder, "activation": "gelu", "sparsity": {"kind": "topk", "k": 32}},
-        "layer1-mxd-randomk32": {**encoder, "activation": "relu", "sparsity": {"kind": "random_k", "k": 32}},
-        "layer1-mxd-l1-0.001": {**encoder, "activation": "relu", "sparsity": {"kind": "relu_l1", "l1": 1e-3}},
-        "layer1-cp-mumoe-r2-k32": {**replacements(32)["layer1-cp-mumoe-r4-k32"], "rank": 2},
+        "block1-mxd-k32-v2": {**encoder, "activation": "gelu", "sparsity": {"kind": "topk", "k": 32}},
+        "block1-mxd-randomk32": {**encoder, "activation": "relu", "sparsity": {"kind": "random_k", "k": 32}},
+        "block1-mxd-l1-0.001": {**encoder, "activation": "relu", "sparsity": {"kind": "relu_l1", "l1": 1e-3}},
+        "block1-cp-mumoe-r2-k32": {**replacements(32)["block1-cp-mumoe-r4-k32"], "rank": 2},
     }
     run = read_run(fill(tmp_path / "v", extra=extra))
     said = {name: replacement.line for name, replacement in run.replacements.items()}
-    assert said["layer1-mxd-k32-v2"] == "MxD (topk, gelu)"
-    assert said["layer1-mxd-k8"] == said["layer1-mxd-k32"] == "MxD (topk, relu)"
-    assert said["layer1-mxd-randomk32"] == "MxD (random k, relu)"
-    assert said["layer1-cp-mumoe-r2-k32"] == "CP-muMoE (rank 2)"
-    assert said["layer1-tc-k32"] == "TC"
+    assert said["block1-mxd-k32-v2"] == "MxD (topk, gelu)"
+    assert said["block1-mxd-k8"] == said["block1-mxd-k32"] == "MxD (topk, relu)"
+    assert said["block1-mxd-randomk32"] == "MxD (random k, relu)"
+    assert said["block1-cp-mumoe-r2-k32"] == "CP-muMoE (rank 2)"
+    assert said["block1-tc-k32"] == "TC"
     captions = [block.caption for block in faithfulness.section(run).parts]
     for figure in ("After figures 10 and 3", "After figure 18", "After figure 19", "After figure 12"):
         assert any(figure in caption for caption in captions), figure
@@ -285,7 +285,7 @@ def test_results_without_layers_make_a_report_and_layers_without_results_do(run,
     alone.mkdir()
     (alone / "faithfulness.json").write_bytes((run / "faithfulness.json").read_bytes())
     assert "MxD (made-up), k8, block 1" in write_report(alone)[1].read_text()
-    page, _ = write_report(run / "layer1-mxd-k8", tmp_path / "deep" / "one.html")
+    page, _ = write_report(run / "block1-mxd-k8", tmp_path / "deep" / "one.html")
     assert "What was trained" in page.read_text()
 
 
@@ -296,7 +296,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
         (folder / path.name).symlink_to(path)
     document = json.loads((run / "faithfulness.json").read_text())
     result = next(iter(document["results"].values()))
-    result |= {"layers": {"1": result["layers"]["1"], "2": result["layers"]["1"]}}
+    result |= {"layers": {"1": result["blocks"]["1"], "2": result["blocks"]["1"]}}
     result["replacements"] *= 2
     write_json(folder / "faithfulness-together.json", document | {"results": {"together": result}})
     shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
@@ -350,9 +350,9 @@ def test_a_damaged_file_is_named(tmp_path, file, text, said):
 
 
 def test_the_command_writes_both_files(run, tmp_path, capsys):
-    code, out, _ = mxd(capsys, "report", run / "layer1-tc-k8", "--out", tmp_path / "r.html")
+    code, out, _ = mxd(capsys, "report", run / "block1-tc-k8", "--out", tmp_path / "r.html")
     assert code == 0 and f"page:     {tmp_path / 'r.html'}" in out
-    assert (tmp_path / "r.md").read_text().startswith("# layer1-tc-k8: replacements for MLPs of made-up")
+    assert (tmp_path / "r.md").read_text().startswith("# block1-tc-k8: replacements for MLPs of made-up")
 
 
 def test_nothing_to_report_is_said(tmp_path):

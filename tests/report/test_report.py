@@ -17,7 +17,7 @@ from mxd.report.terminal import masking_table, purging_table, structure_table, t
 def result(method: str, k: int | None, layer: int, increase: float) -> dict:
     metrics = {"normalized_mse": 0.01, "fvu": 0.2, "l0": 4.0, "dead_share": 0.5, "routed_share": 0.7}
     metrics |= {"nmse_fixed_directions": 0.03, "interaction_share": 0.125, "stable_rank": 2.5}
-    what = {"method": method, "sparsity": f"k{k}", "k": k, "layer": layer, "units": 10, "params": 1000}
+    what = {"method": method, "sparsity": f"k{k}", "k": k, "block": layer, "units": 10, "params": 1000}
     return {
         "tokens": 100,
         "ce_base": 3.0,
@@ -94,10 +94,10 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
 
 def test_several_layers_at_once_are_one_row_of_averages() -> None:
     both = result("MxD", 4, 2, 0.25)
-    both["layers"]["3"] = {**both["layers"]["2"], "normalized_mse": 0.03}
-    both["replacements"].append({**both["replacements"][0], "layer": 3})
+    both["blocks"]["3"] = {**both["blocks"]["2"], "normalized_mse": 0.03}
+    both["replacements"].append({**both["replacements"][0], "block": 3})
     cells = first(tables(evaluation({"together": both}))[0])
-    assert (cells["method"], cells["layer"], cells["NMSE"], cells["params"]) == (
+    assert (cells["method"], cells["block"], cells["NMSE"], cells["params"]) == (
         "together",
         "2 layers",
         "0.0200",
@@ -175,7 +175,7 @@ def test_tables_on_the_terminal_are_named_as_on_the_page() -> None:
     table = structure_table({"results": {"a": ranks}})
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells == {
-        "layer": ["a"],
+        "block": ["a"],
         NORMALIZED_RANK.title: ["0.5000"],
         RANKED.title: ["1,200"],
         "shape": ["3 x 4"],

@@ -48,7 +48,7 @@ def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0, **
     """A layer with random weights that fits a block; as first built, decoders are zero."""
     sparsity = kind(k=5) if "k" in kind.model_fields else kind()
     fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump(), **options}
-    layer = parse_layer(fields).inherit(model.mlp_shape(number)).build()
+    layer = parse_layer(fields).resolve(model.mlp_shape(number)).build()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
@@ -255,13 +255,13 @@ def test_a_replaced_mlp_is_written_only_where_something_reads_it(gpt2, ids, tmp_
 
 def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tmp_path):
     before, state = gpt2.logits(ids), str(gpt2.module.config)
-    given = trained_on(gpt2, 1, replacement(gpt2, 1, "mxd"), masked_ids=(7,), tokens=123)
+    given = trained_on(gpt2, 1, replacement(gpt2, 1, "mxd"), excluded_ids=(7,), tokens=123)
     export_model(gpt2, {1: given}, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "mxd_gpt2"
     assert config["mxd"]["base"]["class"] == "GPT2LMHeadModel"
     assert config["mxd"]["versions"]["mxd"] == mxd.__version__
-    assert config["mxd"]["layers"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
+    assert config["mxd"]["blocks"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
     assert load(tmp_path / "out").config.mxd == config["mxd"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1 | MxD | k5 | 48 |" in card and "trust_remote_code=True" in card
@@ -382,15 +382,15 @@ def checkpoints(trained_gpt2, tmp_path):
     """A run's folder with two layers of the bundled GPT-2."""
     for number in (1, 2):
         layer = replacement(trained_gpt2, number, "mxd", seed=number)
-        provenance = trained_on(trained_gpt2, number, layer, masked_ids=(0,)).provenance
-        save_layer(tmp_path / "run" / f"layer{number}", layer, provenance)
+        provenance = trained_on(trained_gpt2, number, layer, excluded_ids=(0,)).provenance
+        save_layer(tmp_path / "run" / f"block{number}", layer, provenance)
     return tmp_path / "run"
 
 
 def test_checkpoints_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_path, capsys):
     code, out, _ = command(capsys, "export-model", "tiny-gpt2", checkpoints, tmp_path / "out")
     assert code == 0 and f"done: {tmp_path / 'out'}" in out
-    layers = {number: mxd.load_layer(checkpoints / f"layer{number}") for number in (1, 2)}
+    layers = {number: mxd.load_layer(checkpoints / f"block{number}") for number in (1, 2)}
     with spliced(trained_gpt2, layers):
         expected = trained_gpt2.logits(ids)
     torch.testing.assert_close(logits_of(load(tmp_path / "out"), ids), expected, atol=1e-5, rtol=1e-5)
@@ -419,7 +419,7 @@ def test_checkpoints_of_different_dtypes_are_refused(trained_gpt2, tmp_path):
     for number, dtype in ((1, "float32"), (2, "bfloat16")):
         layer = replacement(trained_gpt2, number)
         provenance = trained_on(trained_gpt2, number, layer, model_dtype=dtype).provenance
-        save_layer(tmp_path / f"layer{number}", layer, provenance)
+        save_layer(tmp_path / f"block{number}", layer, provenance)
     with pytest.raises(MxdError, match="different revisions or dtypes"):
         export_checkpoints("tiny-gpt2", [tmp_path / "layer1", tmp_path / "layer2"], tmp_path / "out")
 
@@ -433,8 +433,8 @@ def test_the_page_on_other_tools_shows_code_that_runs(trained_gpt2, tmp_path, mo
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/interop.md").read_text(encoding="utf-8"), re.S)
     transformers, bridge, nnsight = blocks
     layer = replacement(trained_gpt2, 2, "mxd")
-    provenance = trained_on(trained_gpt2, 2, layer, masked_ids=(0,)).provenance
-    place = save_layer(tmp_path / "checkpoints/demo/layer2-mxd-k32", layer, provenance)
+    provenance = trained_on(trained_gpt2, 2, layer, excluded_ids=(0,)).provenance
+    place = save_layer(tmp_path / "checkpoints/demo/block2-mxd-k32", layer, provenance)
     monkeypatch.chdir(tmp_path)
     export_checkpoints("tiny-gpt2", [place], "exported")
     exec(transformers, {})

@@ -25,7 +25,7 @@ def trained(tmp_path, gpt2):
 
     def run(name, **training):
         training = {"tokens": 256, "batch_tokens": 64, "buffer_tokens": 128, "clip_norm": 1.0} | training
-        raw = {"run": name, "out": str(tmp_path), "layers": [1], "replacements": METHODS}
+        raw = {"run": name, "out": str(tmp_path), "blocks": [1], "replacements": METHODS}
         raw |= {"data": {"source": str(tmp_path / "train.txt"), "split": "train", "context": 16}, "training": training}
         folder = train(parse_config(raw), model=gpt2)
         return {path.parent.name: load_file(path) for path in folder.glob("layer*/model.safetensors")}
@@ -41,7 +41,7 @@ def same(a, b):
 
 
 def test_deterministic_training_takes_every_method_and_changes_no_bit_on_a_cpu(trained, monkeypatch):
-    """Each method and sparsity, bfloat16 proposals, a batch in parts, a clipped gradient."""
+    """Each method and sparsity, bfloat16 candidates, a batch in parts, a clipped gradient."""
     seen, step = [], torch.optim.Adam.step
 
     def watched(*args, **kwargs):
@@ -49,10 +49,10 @@ def test_deterministic_training_takes_every_method_and_changes_no_bit_on_a_cpu(t
         return step(*args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Adam, "step", watched)
-    plain = trained("plain", accumulation=2, proposals="bfloat16")
+    plain = trained("plain", accumulation=2, candidates="bfloat16")
     assert len(plain) == len(METHODS) and seen and not any(seen)
     seen.clear()
-    assert same(plain, trained("deterministic", accumulation=2, proposals="bfloat16", deterministic=True))
+    assert same(plain, trained("deterministic", accumulation=2, candidates="bfloat16", deterministic=True))
     assert seen and all(seen) and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -60,7 +60,7 @@ def test_what_random_k_draws_follows_the_seed():
     def drawn(seed):
         fields = {"d_in": 4, "d_out": 4, "num_units": 40, "sparsity": {"kind": "random_k", "k": 16}}
         layer = parse_layer({"method": "transcoder", **fields}).build(seed).train()
-        return [layer.encode(torch.ones(1, 4)).values.shape[-1] for _ in range(50)]
+        return [layer.encode(torch.ones(1, 4)).activations.shape[-1] for _ in range(50)]
 
     assert drawn(0) == drawn(0) and drawn(7) == drawn(7)
     sequences = {tuple(drawn(seed)) for seed in (0, 1, 2, 7, 2**31 - 1, 2**31 + 5)}
@@ -70,5 +70,5 @@ def test_what_random_k_draws_follows_the_seed():
 def test_random_k_of_seed_zero_draws_what_it_drew_before_seeds_counted():
     sparsity = RandomKConfig(k=8).build(40).train()
     before = sparsity.draws.clone()
-    sparsity.begin(0)
+    sparsity.seed(0)
     assert sparsity.draws == before == 0

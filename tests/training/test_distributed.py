@@ -21,10 +21,10 @@ from torch.distributed import TCPStore
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, _differences, launched
 from mxd.config import parse_config
-from mxd.data.exchange import Share
+from mxd.data.exchange import RankPart
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.planning.layout import divide
+from mxd.planning.layout import parallel_layout
 from mxd.training.source import cache_activations
 from mxd.training.trainer import train
 
@@ -38,7 +38,7 @@ def config(out: Path, run: str, **training) -> dict:
     return {
         "run": run,
         "out": str(out),
-        "layers": [1, 2],
+        "blocks": [1, 2],
         "model": {"source": "tiny-gpt2", "device": "cpu"},
         "data": {"split": "validation"},
         "sizing": {"expansion": 9},
@@ -52,10 +52,10 @@ def config(out: Path, run: str, **training) -> dict:
     }
 
 
-def launch(world: int, *jobs: dict, code: int = 0) -> subprocess.CompletedProcess:
+def launch(world: int, *trainees: dict, code: int = 0) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     found = subprocess.run(
-        [*command, str(SCRIPT), *map(json.dumps, jobs)],
+        [*command, str(SCRIPT), *map(json.dumps, trainees)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -140,11 +140,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world, groups", [(2, (1, 2)), (4, (2, 4))])
 def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, world: int, groups: tuple[int]) -> None:
-    jobs = [
+    trainees = [
         {"config": config(tmp_path, f"g{g}"), "groups": g if g < world else None, "ids": str(tmp_path / f"ids{g}")}
         for g in groups
     ]
-    launch(world, *jobs)
+    launch(world, *trainees)
     for g in groups:
         assert_same_training(alone / "r", tmp_path / f"g{g}")
         ids = trained_on(tmp_path / f"ids{g}", world // g)
@@ -300,23 +300,23 @@ def plans(*sizes: int) -> dict:
 
 
 def test_replacements_are_spread_by_their_size() -> None:
-    division = divide(plans(10, 40, 20, 12), world=4, batch_tokens=8, groups=2)
-    assert division.groups == (("r1",), ("r0", "r2", "r3"))
-    assert division.parts == 2
-    assert division.shares == (Share((1,), 0, 2), Share((1,), 1, 2), Share((0, 1), 0, 2), Share((0, 1), 1, 2))
-    assert [share.rows(8) for share in division.shares[:2]] == [slice(0, 4), slice(4, 8)]
+    layout = parallel_layout(plans(10, 40, 20, 12), world=4, batch_tokens=8, groups=2)
+    assert layout.groups == (("r1",), ("r0", "r2", "r3"))
+    assert layout.parts == 2
+    assert layout.shares == (RankPart((1,), 0, 2), RankPart((1,), 1, 2), RankPart((0, 1), 0, 2), RankPart((0, 1), 1, 2))
+    assert [share.rows(8) for share in layout.shares[:2]] == [slice(0, 4), slice(4, 8)]
 
 
 def test_by_default_there_are_as_many_groups_as_can_be() -> None:
-    counts = {world: len(divide(plans(1, 2, 3), world, batch_tokens=8).groups) for world in (1, 2, 3, 4, 6, 8)}
+    counts = {world: len(parallel_layout(plans(1, 2, 3), world, batch_tokens=8).groups) for world in (1, 2, 3, 4, 6, 8)}
     assert counts == {1: 1, 2: 2, 3: 3, 4: 2, 6: 3, 8: 2}
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(MxdError, match=r"4 processes that train 3 replacements cannot make 4 groups; choose .* 1, 2"):
-        divide(plans(1, 2, 3), 4, batch_tokens=8, groups=4)
+        parallel_layout(plans(1, 2, 3), 4, batch_tokens=8, groups=4)
     with pytest.raises(MxdError, match=r"the 3 processes of a group cannot divide training.batch_tokens = 8 equally"):
-        divide(plans(1), 3, batch_tokens=8)
+        parallel_layout(plans(1), 3, batch_tokens=8)
 
 
 @pytest.mark.parametrize("world, rank", [("2", None), ("two", "0"), ("2", "2")])

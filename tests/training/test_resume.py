@@ -37,7 +37,7 @@ def config_of(root: Path, run: str = "r", **fields) -> RunConfig:
     raw = {
         "run": run,
         "out": str(root / "out"),
-        "layers": [1],
+        "blocks": [1],
         "replacements": [{"method": "transcoder", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}],
         "data": {"source": str(root / "text" / "train.jsonl"), "split": "train", "context": 16},
         "training": {"recipe": "short", "tokens": 768, "batch_tokens": 64, "buffer_tokens": 128}
@@ -140,11 +140,11 @@ def test_another_tokenizer(stopped, gpt2, tokenizer):
         ({"seed": 1}, "seed was 0, is 1"),
         ({"data": {"context": 32}}, "data.context was 16, is 32"),
         ({"data": {"bos": False}}, "data.bos was True, is False"),
-        ({"data": {"mask_special": True}}, "data.mask_special was False, is True"),
+        ({"data": {"exclude_special": True}}, "data.exclude_special was False, is True"),
         ({"data": {"bos_constant": False}}, "data.bos_constant was True, is False"),
         ({"training": {"recipe": "fast"}}, "training.recipe was 'short', is 'fast'"),
         ({"training": {"lr": 0.1}}, "training.lr was None, is 0.1"),
-        ({"layers": [2]}, "layers.0 was 1, is 2"),
+        ({"blocks": [2]}, "layers.0 was 1, is 2"),
         (
             {"replacements": [{"method": "transcoder", "num_units": 64, "sparsity": {"kind": "topk", "k": 5}}]},
             "replacements.0.sparsity.k was 4, is 5",
@@ -378,16 +378,16 @@ def test_a_layer_says_what_it_was_trained_on(whole, gpt2, tmp_path):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Put a number into a tensor of a job after a step, counted from 1."""
+    """Put a number into a tensor of a trainee after a step, counted from 1."""
 
     def plan(step, find, value):
         real, calls = module.train_step, []
 
-        def train_step(job, *args):
-            real(job, *args)
+        def train_step(trainee, *args):
+            real(trainee, *args)
             calls.append(1)
             if len(calls) == step:
-                find(job).reshape(-1)[3] = value
+                find(trainee).reshape(-1)[3] = value
 
         monkeypatch.setattr(module, "train_step", train_step)
 
@@ -395,9 +395,9 @@ def spoil(monkeypatch):
 
 
 FOUND = {
-    "layer/decoder": lambda job: job.layer.decoder.data,
-    "adam/exp_avg/": lambda job: next(iter(job.optimizer.state.values()))["exp_avg"],
-    "adam/exp_avg_sq/": lambda job: next(iter(job.optimizer.state.values()))["exp_avg_sq"],
+    "layer/decoder": lambda trainee: trainee.layer.decoder.data,
+    "adam/exp_avg/": lambda trainee: next(iter(trainee.optimizer.state.values()))["exp_avg"],
+    "adam/exp_avg_sq/": lambda trainee: next(iter(trainee.optimizer.state.values()))["exp_avg_sq"],
 }
 
 

@@ -25,7 +25,7 @@ from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import plan_layers
-from mxd.training.step import learning_rate, new_job
+from mxd.training.step import learning_rate, new_trainee
 from mxd.training.trainer import train
 
 EVERYTHING = [
@@ -37,7 +37,7 @@ EVERYTHING = [
 
 
 def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
-    config = small(tmp_path, layers=[1, 3], replacements=EVERYTHING, training={"tokens": 512 * 32, "log_every": 8})
+    config = small(tmp_path, blocks=[1, 3], replacements=EVERYTHING, training={"tokens": 512 * 32, "log_every": 8})
     folder = train(config)
     layers = [p for p in folder.iterdir() if (p / "config.json").exists()]
     assert len(layers) == 10
@@ -48,8 +48,8 @@ def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
         own = [line for line in lines if line["replacement"] == path.name]
         assert own[-1]["normalized_mse"] < own[0]["normalized_mse"], path.name
         assert trained.provenance.tokens == 512 * 32
-        assert trained.provenance.layer == int(path.name.removeprefix("layer")[0])
-        assert trained.provenance.masked_ids == ()
+        assert trained.provenance.block == int(path.name.removeprefix("layer")[0])
+        assert trained.provenance.excluded_ids == ()
         assert trained.layer.bos_in is not None and trained.layer.bos_in.any()
     assert {p.name.split("-")[1] for p in layers} == {"mxd", "stc", "cp", "sae"}
 
@@ -57,7 +57,7 @@ def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
 def test_training_together_equals_training_alone(tmp_path: Path) -> None:
     both = train(small(tmp_path, run="both", replacements=EVERYTHING[:2]))
     alone = train(small(tmp_path, run="alone", replacements=EVERYTHING[:1]))
-    for name in ("layer2-mxd-k8", "layer2-mxd-randomk8"):
+    for name in ("block2-mxd-k8", "block2-mxd-randomk8"):
         a, b = (load_file(folder / name / "model.safetensors") for folder in (both, alone))
         assert all(torch.equal(a[k], b[k]) for k in a)
 
@@ -77,7 +77,7 @@ def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
     a, b = (train(small(tmp_path, run=name)) for name in "ab")
     assert_same_run(a, b)
     c = train(small(tmp_path, run="c", seed=1))
-    weights = [load_file(f / "layer2-mxd-k8" / "model.safetensors")["gate"] for f in (a, c)]
+    weights = [load_file(f / "block2-mxd-k8" / "model.safetensors")["gate"] for f in (a, c)]
     assert not torch.equal(*weights)
 
 
@@ -85,10 +85,10 @@ def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -
     model = load_frozen("tiny-gpt2")
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
     x, y = (site[0, 0] for site in model.record(bos, [2])[2])
-    layer = load_layer(train(small(tmp_path), model=model) / "layer2-mxd-k8").layer
+    layer = load_layer(train(small(tmp_path), model=model) / "block2-mxd-k8").layer
     assert torch.equal(layer.bos_in, x) and torch.equal(layer.bos_out, y) and torch.equal(layer(x), y)
     assert (
-        load_layer(train(small(tmp_path, run="none", data={"bos_constant": False})) / "layer2-mxd-k8").layer.bos_in
+        load_layer(train(small(tmp_path, run="none", data={"bos_constant": False})) / "block2-mxd-k8").layer.bos_in
         is None
     )
     poison = model.mlp(2).register_forward_hook(lambda mlp, args, out: out * (float("nan") if out.shape[1] == 1 else 1))
@@ -99,13 +99,13 @@ def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -
 
 def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     from mxd.data.activations import activation_batches
-    from mxd.data.contexts import token_blocks
+    from mxd.data.contexts import token_contexts
     from mxd.data.text import documents
 
     config = small(tmp_path, training={"lr": 1e-12, "tokens": 512, "warmup_steps": 0})
-    layer = load_layer(train(config) / "layer2-mxd-k8").layer
+    layer = load_layer(train(config) / "block2-mxd-k8").layer
     model = load_frozen("tiny-gpt2")
-    blocks = token_blocks(documents("bundled", "validation"), model.tokenizer, 128)
+    blocks = token_contexts(documents("bundled", "validation"), model.tokenizer, 128)
     bos = model.tokenizer.bos_token_id
     batch = next(activation_batches(model, [2], blocks, 2048, 2048, bos_id=bos))
     assert torch.allclose(layer.bias, batch.sites[2][1].mean(0), atol=1e-5)
@@ -120,9 +120,9 @@ def test_all_layers_are_initialised_before_the_first_step_and_the_first_batch_is
 
     def watch(loop, batch) -> None:
         if not batches:
-            assert len(loop.jobs) == 5
-            assert all(torch.equal(job.layer.bias, batch.means[job.number][1]) for job in loop.jobs)
-            assert all(job.layer.bos_in.any() for job in loop.jobs)
+            assert len(loop.trainees) == 5
+            assert all(torch.equal(trainee.layer.bias, batch.means[trainee.number][1]) for trainee in loop.trainees)
+            assert all(trainee.layer.bos_in.any() for trainee in loop.trainees)
         assert not any(earlier() for earlier in batches)
         batches.append(weakref.ref(batch))
         real(loop, batch)
@@ -159,7 +159,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> 
     process.kill()  # SIGKILL
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
-    assert not (config.folder / "layer2-mxd-k8").exists()
+    assert not (config.folder / "block2-mxd-k8").exists()
     train(config, resume=True)
     assert_same_run(whole, config.folder)
 
@@ -214,7 +214,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
     for fields, message in [
-        ({"layers": [99]}, "out of range.*0 ... 5"),
+        ({"blocks": [99]}, "out of range.*0 ... 5"),
         ({"data": {"column": "nope"}}, "no column 'nope'"),
         ({"data": {"source": str(tmp_path / "no.txt")}}, "no text at"),
         ({"sizing": {"expansion": 1}}, "raise sizing.expansion"),
@@ -262,7 +262,7 @@ def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(MxdError, match="the text ended after"):
         train(config)
     assert list((config.folder / "state").glob("step-*"))
-    provenance = load_layer(config.folder / "layer2-mxd-k8").provenance
+    provenance = load_layer(config.folder / "block2-mxd-k8").provenance
     assert 0 < provenance.tokens < 4_096_000
     assert provenance.tokens == metrics(config.folder)[-1]["tokens"] + 512 * (provenance.tokens // 512 % 2)
 
@@ -270,7 +270,7 @@ def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pyt
 def test_accumulation_gives_the_whole_batch_gradient(tmp_path: Path) -> None:
     one = train(small(tmp_path, run="one"))
     four = train(small(tmp_path, run="four", training={"accumulation": 4}))
-    a, b = (load_file(f / "layer2-mxd-k8" / "model.safetensors") for f in (one, four))
+    a, b = (load_file(f / "block2-mxd-k8" / "model.safetensors") for f in (one, four))
     for name in a:
         assert torch.allclose(a[name], b[name], atol=2e-3), name
     assert metrics(one)[0]["normalized_mse"] == pytest.approx(metrics(four)[0]["normalized_mse"], rel=1e-4)
@@ -307,7 +307,7 @@ def test_decay_is_linear_from_warm_up_to_zero_after_the_last_step(tmp_path: Path
 def test_names_tell_settings_apart(tmp_path: Path) -> None:
     twice = [{"method": "mxd", "activation": ["relu", "gelu"], "sparsity": {"kind": "topk", "k": 8}}]
     plans = plan_layers(small(tmp_path, replacements=twice), load_frozen("tiny-gpt2"))
-    assert list(plans) == ["layer2-mxd-k8", "layer2-mxd-k8-v2"]
+    assert list(plans) == ["block2-mxd-k8", "block2-mxd-k8-v2"]
     same = [{"method": "mxd", "sparsity": {"kind": "topk", "k": [8, 8]}}]
     with pytest.raises(MxdError, match="twice"):
         plan_layers(small(tmp_path, replacements=same), load_frozen("tiny-gpt2"))
@@ -321,7 +321,7 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
     seen, real = [], module.Stats.see
 
     def spy(self, y, error, loss, code, tokens_seen):
-        seen.append((y.numpy().copy(), error.detach().numpy().copy(), code.values.detach().numpy().copy()))
+        seen.append((y.numpy().copy(), error.detach().numpy().copy(), code.activations.detach().numpy().copy()))
         real(self, y, error, loss, code, tokens_seen)
 
     monkeypatch.setattr(module.Stats, "see", spy)
@@ -337,7 +337,7 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
 def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
     config = small(tmp_path, training={"tokens": 512 * 20, "dead_after": 512 * 4})
     folder = train(config)
-    last = load_file(sorted((folder / "state").glob("*"))[-1] / "layer2-mxd-k8.safetensors")["last_active"]
+    last = load_file(sorted((folder / "state").glob("*"))[-1] / "block2-mxd-k8.safetensors")["last_active"]
     expected = (512 * 20 - last >= 512 * 4).float().mean()
     assert metrics(folder)[-1]["dead_share"] == pytest.approx(float(expected))
     assert 0 < expected < 1
@@ -348,7 +348,7 @@ def test_an_unknown_tracker_is_refused_and_a_known_one_runs(tmp_path: Path, monk
         train(small(tmp_path, run="bad", training={"trackers": ["nope"]}))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = train(small(tmp_path, run="good", training={"trackers": ["wandb"]}))
-    assert (folder / "layer2-mxd-k8").is_dir()
+    assert (folder / "block2-mxd-k8").is_dir()
 
 
 def test_local_text_and_no_mask(tmp_path: Path) -> None:
@@ -357,9 +357,9 @@ def test_local_text_and_no_mask(tmp_path: Path) -> None:
 
     lines = documents("bundled", "validation")[:30]
     text.write_text("\n".join(json.dumps({"body": line}) for line in lines))
-    data = {"source": str(text), "column": "body", "split": "train", "mask_special": False, "context": 64}
+    data = {"source": str(text), "column": "body", "split": "train", "exclude_special": False, "context": 64}
     folder = train(small(tmp_path, data=data))
-    assert load_layer(folder / "layer2-mxd-k8").provenance.masked_ids == ()
+    assert load_layer(folder / "block2-mxd-k8").provenance.excluded_ids == ()
 
 
 def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,17 +367,17 @@ def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
     real = module.train_step
 
-    def explode(job, *args, **kwargs) -> None:
-        real(job, *args, **kwargs)
-        if job.stats.tokens > 1024:
-            job.layer.bias.data.fill_(float("nan"))
+    def explode(trainee, *args, **kwargs) -> None:
+        real(trainee, *args, **kwargs)
+        if trainee.stats.tokens > 1024:
+            trainee.layer.bias.data.fill_(float("nan"))
 
     monkeypatch.setattr(module, "train_step", explode)
     config = small(tmp_path, training={"save_every": 2, "log_every": 4})
     with pytest.raises(MxdError, match=r"diverged before step .*lower training\.lr"):
         train(config)
     (saved,) = (config.folder / "state").glob("step-*")
-    kept = load_file(saved / "layer2-mxd-k8.safetensors")
+    kept = load_file(saved / "block2-mxd-k8.safetensors")
     assert all(tensor.isfinite().all() for tensor in kept.values() if tensor.is_floating_point())
 
 
@@ -422,7 +422,7 @@ def test_a_streamed_text_is_prepared_ahead_and_trains_the_same(tmp_path: Path, t
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mxd-ahead")]
 
 
-# Proposals in bfloat16
+# Candidates in bfloat16
 
 SPARSITIES = {"topk": TopKConfig(k=2), "random_k": RandomKConfig(k=2, spread=8)}
 
@@ -431,13 +431,13 @@ SPARSITIES = {"topk": TopKConfig(k=2), "random_k": RandomKConfig(k=2, spread=8)}
 def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TranscoderConfig(d_in=6, d_out=3, num_units=1500, sparsity=SPARSITIES[kind])
     ops, used = importlib.import_module("mxd.ops.sparse"), []
-    real = ops._proposed
-    monkeypatch.setattr(ops, "_proposed", lambda *inputs: (used.append(1), real(*inputs))[1])
-    for proposals in ("float32", "bfloat16", "auto"):
-        job = new_job("j", 0, config, 0, torch.device("cpu"), proposals)
-        asked = ops.proposals_on(torch.device("cpu")) if proposals == "auto" else proposals
+    real = ops._from_candidates
+    monkeypatch.setattr(ops, "_from_candidates", lambda *inputs: (used.append(1), real(*inputs))[1])
+    for candidates in ("float32", "bfloat16", "auto"):
+        trainee = new_trainee("j", 0, config, 0, torch.device("cpu"), candidates)
+        asked = ops.candidate_dtype(torch.device("cpu")) if candidates == "auto" else candidates
         for training in (True, False, True):
-            job.layer.train(training)(torch.randn(5, 6))
+            trainee.layer.train(training)(torch.randn(5, 6))
             assert bool(used) is (training and asked == "bfloat16")
             used.clear()
 
@@ -448,28 +448,28 @@ def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
     gates = importlib.import_module("mxd.layers.gates")
     real, used = gates.topk_linear, []
 
-    def spy(x, weight, bias, k, proposals, selection):
+    def spy(x, weight, bias, k, candidates, selection):
         if not x.is_meta:  # where the run is planned
-            used.append(proposals)
-        return real(x, weight, bias, k, proposals, selection)
+            used.append(candidates)
+        return real(x, weight, bias, k, candidates, selection)
 
     monkeypatch.setattr(gates, "topk_linear", spy)
     folders = {}
-    for proposals in ("float32", "bfloat16"):
-        training = {"tokens": 512 * 24, "proposals": proposals}
-        config = small(tmp_path, run=proposals, replacements=EVERYTHING[:1], training=training)
-        folders[proposals] = train(config, model=trained_gpt2)
-        assert used == [proposals] * 48  # two replacements, 24 steps
+    for candidates in ("float32", "bfloat16"):
+        training = {"tokens": 512 * 24, "candidates": candidates}
+        config = small(tmp_path, run=candidates, replacements=EVERYTHING[:1], training=training)
+        folders[candidates] = train(config, model=trained_gpt2)
+        assert used == [candidates] * 48  # two replacements, 24 steps
         used.clear()
     exact, rounded = (metrics(folder) for folder in folders.values())
     assert rounded[-1]["normalized_mse"] < 0.85 * rounded[0]["normalized_mse"]
     for a, b in zip(exact, rounded, strict=True):
         assert b["normalized_mse"] == pytest.approx(a["normalized_mse"], rel=0.02)
         assert b["l0"] == pytest.approx(a["l0"], rel=0.02)
-    for name in ("layer2-mxd-k8", "layer2-mxd-randomk8"):
+    for name in ("block2-mxd-k8", "block2-mxd-randomk8"):
         a, b = (read_config(folder / name) for folder in folders.values())
-        assert a["layer"] == b["layer"]
-        assert (a["provenance"]["training"]["proposals"], b["provenance"]["training"]["proposals"]) == tuple(folders)
+        assert a["block"] == b["block"]
+        assert (a["provenance"]["training"]["candidates"], b["provenance"]["training"]["candidates"]) == tuple(folders)
         a, b = (load_file(folder / name / "model.safetensors") for folder in folders.values())
         assert {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
         load_layer(folders["bfloat16"] / name).layer.train()(torch.randn(3, 128))
@@ -479,7 +479,7 @@ def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
 def test_a_run_with_bfloat16_proposals_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
 ) -> None:
-    fields = {"training": {"proposals": "bfloat16", "save_every": 5}}
+    fields = {"training": {"candidates": "bfloat16", "save_every": 5}}
     whole = train(small(tmp_path, run="whole", **fields), model=trained_gpt2)
     config = small(tmp_path, run="cut", **fields)
     module = importlib.import_module("mxd.training.loop")

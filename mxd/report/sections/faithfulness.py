@@ -138,7 +138,7 @@ def _by_activity(found: Results) -> list[Part]:
         return []
     title = (
         "Sparsity by a penalty and by top-k: error against the number of units active for a token, as measured. Lower "
-        "and further left is better. After figure 18 of the MxD paper, whose penalty weighs all coefficients alike."
+        "and further left is better. After figure 18 of the MxD paper, whose penalty weighs all activations alike."
     )
     figure = _panels(single, lambda _, n: _number(_value(n, L0.key)), Axis(f"{L0.title}, {L0.note}"), title)
     return [figure] if figure else []

@@ -55,7 +55,7 @@ def _curves(found: Results) -> Figure:
         axes = Axis("first n tokens", ticks=ticks), Axis(MATCH.label, low=0.0, high=1.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
-        "Share of prompts whose continuations agree in the first n tokens; higher is better. Bands are 95% Wilson "
+        "Share of prompts whose continuations agree in the first n tokens; higher is better. Intervals are 95% Wilson "
         "intervals. After figures 6 and 7 of the MxD paper."
     )
     return Figure(caption, panels, list(keys.values()))

@@ -81,7 +81,7 @@ def _followers(found: Results) -> Table:
 
 
 def _follower(one: Node) -> Cell:
-    unit, block, texts = one["unit"].number(), one["layer"].number(), one.get("correlation_texts")
+    unit, block, texts = one["unit"].number(), one["block"].number(), one.get("correlation_texts")
     said = f"#{unit:.0f}, block {block:.0f}: {one['correlation'].number():+.2f}"
     said += f", {texts.number():+.2f}" if texts else ""
     chance = one.get("beyond_chance")

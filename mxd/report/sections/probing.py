@@ -130,6 +130,6 @@ def _density(label: str, one: Node, keys: Sequence[Key]) -> Panel:
     for key, side in zip(keys, ("positive", "negative"), strict=True):
         heights = one["density"][side]
         points = [Point(x, h.number(), 0.0, h.number(), h.source) for x, h in zip(middles, heights, strict=False)]
-        drawn.append(Line(key, points, marks=False, band=True))
+        drawn.append(Line(key, points, marks=False, interval=True))
     title = f"{label}: unit {one['unit'].number():.0f}, {F1.title} {one['f1'].number():.2f}"
     return lines(title, Axis("pre-activation"), Axis("density", low=0.0), drawn)

@@ -39,7 +39,7 @@ def _leading(found: Results) -> Table:
     prompts = dict.fromkeys(prompt for units in named for prompt in units)
     rows = [[Cell(prompt), *(_leaders(units.get(prompt)) for units in named)] for prompt in prompts]
     caption = (
-        "The units that lead at the last token of each prompt, the strongest first: number, strength there, and share "
+        "The units that lead at the last token of each prompt, the strongest first: number, activation, and share "
         "of the text's tokens at which it fires. One number all down a column, firing nearly everywhere, is a shared "
         "unit, which a random K is meant to prevent. After figure 21 of the MxD paper."
     )
@@ -50,6 +50,7 @@ def _leaders(units: Node | None) -> Cell:
     if units is None:
         return Cell(NOTHING)
     said = [
-        f"#{unit['unit'].number():.0f} {unit['strength'].number():.3g} ({unit['rate'].number():.1%})" for unit in units
+        f"#{unit['unit'].number():.0f} {unit['activation'].number():.3g} ({unit['rate'].number():.1%})"
+        for unit in units
     ]
     return Cell(",\n".join(said), units.source)

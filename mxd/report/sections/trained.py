@@ -29,7 +29,7 @@ def section(run: Run) -> Section | None:
         parts.append(Source("config.yaml, whole", run.config))
     models = sorted({layer.provenance.model for layer in run.layers})
     methods = dict.fromkeys(layer.config.label for layer in _ordered(run))
-    numbers = ", ".join(map(str, sorted({layer.provenance.layer for layer in run.layers})))
+    numbers = ", ".join(map(str, sorted({layer.provenance.block for layer in run.layers})))
     lead = (
         f"{len(run.layers)} replacement{'s' if len(run.layers) > 1 else ''} ({', '.join(methods)}) for the MLP of "
         f"block {numbers} of {', '.join(models)}. The base model stays frozen; a replacement learns to give the MLP's "
@@ -46,7 +46,7 @@ def _table(run: Run) -> Table:
             [
                 Cell(layer.name),
                 Cell(layer.config.label, f"{where}/layer/method"),
-                Cell(str(provenance.layer), f"{where}/provenance/layer"),
+                Cell(str(provenance.block), f"{where}/provenance/layer"),
                 Cell(layer.config.sparsity.slug, f"{where}/layer/sparsity"),
                 Cell(f"{layer.config.num_units:,}", f"{where}/layer/num_units"),
                 Cell(f"{layer.config.num_params:,}"),
@@ -86,7 +86,7 @@ def _said(value: Any) -> str:
 
 
 def _masked(layer: Layer) -> str:
-    ids = layer.provenance.masked_ids
+    ids = layer.provenance.excluded_ids
     return f"token ids {', '.join(map(str, ids))}: left out of training, and the base MLP answers there" if ids else ""
 
 

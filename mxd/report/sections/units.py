@@ -30,7 +30,9 @@ def section(run: Run) -> Section | None:
     if not found:
         return None
     tokens = max(result["tokens"].number() for _, result in found)
-    lead = f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six bands of strength for each unit."
+    lead = (
+        f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six intervals of activation for each unit."
+    )
     parts: list[Part] = [_histograms(found), _table(found)]
     browser = _browser(found, best_probes(run))
     return Section("units", "Units", lead, [*parts, browser])
@@ -116,7 +118,7 @@ def _browsed(
 
 
 def _maxima(result: Node, listed: Sequence[int]) -> list[float | None]:
-    """Return the largest strength of each unit, as far as it is known."""
+    """Return the largest activation of each unit, as far as it is known."""
     maxima = result.get("maxima")
     if maxima is None:
         units = result["units"]
@@ -133,7 +135,7 @@ def _listed(result: Node, wanted: set[int], most: int) -> list[int]:
 
 
 def _described(result: Node, best: Best, vocabulary: dict[str, int], budget: int) -> dict[str, Any]:
-    """Return units with contexts: all where they fit, else fewer of each band, else the probed and the first units."""
+    """Return units with contexts: all where they fit, else fewer of each interval, or the probed and first units."""
     units = sorted(result["units"].items(), key=lambda pair: pair[0] not in {str(unit) for unit in best})
     for most in (1_000_000, 4, 2, 1):
         words, packed, size = dict(vocabulary), {}, 0
@@ -150,22 +152,22 @@ def _described(result: Node, best: Best, vocabulary: dict[str, int], budget: int
 
 
 def _unit(unit: Node, most: int, vocabulary: dict[str, int]) -> list[Any]:
-    """Return a unit's bands, the strongest first: from, to, contexts."""
+    """Return a unit's intervals, the strongest first: from, to, contexts."""
     largest = unit["max"].number()
-    bands = []
-    for band in sorted(unit["bands"], key=lambda band: -band["high"].number()):
-        contexts = [_context(c, largest, vocabulary) for c in list(band["contexts"])[:most]]
-        bands.append([_short(band["low"].number()), _short(band["high"].number()), contexts])
-    return bands
+    intervals = []
+    for interval in sorted(unit["intervals"], key=lambda interval: -interval["high"].number()):
+        contexts = [_context(c, largest, vocabulary) for c in list(interval["contexts"])[:most]]
+        intervals.append([_short(interval["low"].number()), _short(interval["high"].number()), contexts])
+    return intervals
 
 
 def _context(context: Node, largest: float, vocabulary: dict[str, int]) -> list[Any]:
     """Return position, value, tokens (numbers in the vocabulary) and levels of a context, cut around its token."""
-    tokens, strengths = context["tokens"].texts(), context["strengths"].numbers()
+    tokens, activations = context["tokens"].texts(), context["activations"].numbers()
     at = int(context["at"].number())
     start, end = max(0, at - BEFORE), at + AFTER + 1
     numbers = [vocabulary.setdefault(token, len(vocabulary)) for token in tokens[start:end]]
-    levels = [_level(value, largest) for value in strengths[start:end]]
+    levels = [_level(value, largest) for value in activations[start:end]]
     return [at - start, _short(context["value"].number()), numbers, levels]
 
 

@@ -23,11 +23,11 @@
 
   // One entry for each listed unit: what it is sorted and searched by, made when its replacement is first shown.
   const entries = (one) => one.entries ??= one.listed.map((unit, i) => {
-    const bands = one.units[unit] ?? [];
+    const intervals = one.units[unit] ?? [];
     const probes = (one.probes[unit] ?? []).slice().sort((a, b) => b[1] - a[1]);
-    const words = bands.flatMap((band) => band[2].map((context) => context[2].map((t) => tokens[t]).join("")));
+    const words = intervals.flatMap((interval) => interval[2].map((context) => context[2].map((t) => tokens[t]).join("")));
     const text = [...words, ...probes.map((probe) => probe[0])].join("\n").toLowerCase();
-    return { unit, rate: one.rates[i], max: one.maxima[i], bands, probes, text, f1: probes.length ? probes[0][1] : null };
+    return { unit, rate: one.rates[i], max: one.maxima[i], intervals, probes, text, f1: probes.length ? probes[0][1] : null };
   });
 
   const last = -Infinity;
@@ -47,15 +47,15 @@
       if (place === at) piece.classList.add("at");
       line.append(piece);
     });
-    line.title = `strength ${plain(value)} at the underlined token`;
+    line.title = `activation ${plain(value)} at the underlined token`;
     return line;
   };
 
   const opened = (entry, one) => {
-    const box = make("div", "bands");
+    const box = make("div", "intervals");
     entry.probes.forEach(([name, f1]) => box.append(make("p", "soft", `tells ${name}: F1 ${f1.toFixed(2)}`)));
-    entry.bands.filter((band) => band[2].length).forEach(([low, high, contexts]) => {
-      box.append(make("h4", "", `strength ${plain(low)} to ${plain(high)}`));
+    entry.intervals.filter((interval) => interval[2].length).forEach(([low, high, contexts]) => {
+      box.append(make("h4", "", `activation ${plain(low)} to ${plain(high)}`));
       contexts.forEach((each) => box.append(context(each)));
     });
     box.append(make("p", "soft", `${one.source}/units/${entry.unit}`));
@@ -63,10 +63,10 @@
   };
 
   const row = (entry, one) => {
-    const item = make("li"), head = make(entry.bands.length ? "summary" : "div", entry.bands.length ? "" : "plain");
+    const item = make("li"), head = make(entry.intervals.length ? "summary" : "div", entry.intervals.length ? "" : "plain");
     head.append(make("span", "number", `#${entry.unit}`), make("span", "soft", `rate ${percent(entry.rate)}`));
     head.append(make("span", "soft", entry.max === null ? "" : `max ${plain(entry.max)}`));
-    const top = entry.bands.flatMap((band) => band[2]).sort((a, b) => (b[1] ?? 0) - (a[1] ?? 0))[0];
+    const top = entry.intervals.flatMap((interval) => interval[2]).sort((a, b) => (b[1] ?? 0) - (a[1] ?? 0))[0];
     const preview = make("span", "preview");
     if (top) preview.append(...context(top, Math.max(0, top[0] - 6), top[0] + 4).childNodes);
     head.append(preview);
@@ -74,7 +74,7 @@
       const [name, f1] = entry.probes[0];
       head.append(make("span", "probe soft", `tells ${name}, F1 ${f1.toFixed(2)}`));
     }
-    if (!entry.bands.length) {
+    if (!entry.intervals.length) {
       item.append(head);
       return item;
     }
@@ -104,7 +104,7 @@
     const number = /^#?\d+$/.test(wanted) ? Number(wanted.replace("#", "")) : null;
     found = entries(sets[choice.value])
       .filter((entry) => entry.unit === number
-        || ((!only.checked || entry.bands.length) && (!wanted || entry.text.includes(wanted))))
+        || ((!only.checked || entry.intervals.length) && (!wanted || entry.text.includes(wanted))))
       .sort(orders[sort.value]);
     if (number !== null) found.sort((a, b) => (b.unit === number) - (a.unit === number));
     list.replaceChildren();

@@ -20,12 +20,12 @@ from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError, unknown
 from mxd.data.activations import activation_batches
-from mxd.data.contexts import Blocks
+from mxd.data.contexts import Contexts
 from mxd.layers.transcoder import Transcoder
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
-from mxd.share.formats.base import Format, Found, Outgoing, Reads, weights_of
+from mxd.share.formats.base import Format, Found, Input, Outgoing, weights_of
 from mxd.share.formats.conventions import affine, norms, shift_input
 from mxd.share.formats.jumprelu import Loss, fit_and_measure, measure
 
@@ -55,34 +55,34 @@ def import_layers(
     out: str | Path,
     tool: str,
     model: str | None = None,
-    layer: int | None = None,
-    reads: Reads | None = None,
+    block: int | None = None,
+    input: Input | None = None,
     device: str = "auto",
 ) -> list[Converted]:
-    """Convert another tool's files to checkpoints, ``OUT/layer8-tc-k32``.
+    """Convert another tool's files to checkpoints, ``OUT/block8-tc-k32``.
 
     Args:
         source: file or folder.
         out: folder that gets a folder for each layer.
         tool: name in ``FORMATS``.
         model: base model; by default what the files name.
-        layer: block, where the files do not say; of several, the one to convert.
-        reads: what the layers read, where the files leave that open: ``mlp_in`` or ``normalized``.
+        block: the block, where the files do not say; of several, the one to convert.
+        input: what the layers read, where the files leave that open: ``mlp_in`` or ``normalized``.
         device: where the base model is loaded, to fingerprint it and to read its norms.
 
     Raises:
         MxdError: unknown format, files that are not that format's, conventions that no layer of mxd has, a base model
             that does not fit, or no base model or block known.
     """
-    found = [item for item in _format(tool).read(Path(source)) if layer is None or item.layer in (None, layer)]
+    found = [item for item in _format(tool).read(Path(source)) if block is None or item.block in (None, block)]
     if not found:
-        raise MxdError(f"{source} holds no layer for block {layer}; leave --layer out to see what it holds.")
+        raise MxdError(f"{source} holds no layer for block {block}; leave --block out to see what it holds.")
     name = model or next((item.base_model for item in found if item.base_model), None)
     if name is None:
         raise MxdError(f"{source} does not say what its base model is; give it: --model.")
     base = load_frozen(name, device=device)
-    ready = [_adapt(item, base, layer, reads) for item in found]
-    names = [f"layer{provenance.layer}-{item.config.slug}" for item, provenance in ready]
+    ready = [_adapt(item, base, block, input) for item in found]
+    names = [f"block{provenance.block}-{item.config.slug}" for item, provenance in ready]
     if len(set(names)) < len(names):
         raise MxdError(
             f"{source} holds several layers that would be called {max(names, key=names.count)}; convert them apart."
@@ -100,7 +100,7 @@ def import_layers(
 def export_layers(
     layers: Mapping[str, Trained],
     base: FrozenModel,
-    held_out: Callable[[], Blocks],
+    held_out: Callable[[], Contexts],
     out: str | Path,
     tool: str,
     jumprelu: bool = False,
@@ -125,7 +125,7 @@ def export_layers(
         raise unknown("format to write", tool, [name for name, item in FORMATS.items() if item.write])
     for name, trained in layers.items():
         _check_transcoder(name, trained, tool)
-        if trained.provenance.fingerprint != base.fingerprint(trained.provenance.layer):
+        if trained.provenance.fingerprint != base.fingerprint(trained.provenance.block):
             raise MxdError(
                 f"{name} was trained for {trained.provenance.model!r}; {base.source!r} has other weights there."
             )
@@ -158,7 +158,7 @@ def _prepare(
     name: str,
     trained: Trained,
     base: FrozenModel,
-    held_out: Callable[[], Blocks],
+    held_out: Callable[[], Contexts],
     tool: str,
     jumprelu: bool,
     tokens: int,
@@ -200,13 +200,13 @@ def _without_bos(layer: Transcoder) -> tuple[str, ...]:
     )
 
 
-def _record(base: FrozenModel, about: Provenance, bos: bool, blocks: Blocks, tokens: int) -> tuple[Tensor, Tensor]:
+def _record(base: FrozenModel, about: Provenance, bos: bool, contexts: Contexts, tokens: int) -> tuple[Tensor, Tensor]:
     """Return MLP inputs and outputs on held-out text, with or without BOS; the halves come from different contexts."""
     half = max(1, tokens // 2)
     batch = min(1024, half)
     bos_id = None if bos or base.tokenizer is None else base.tokenizer.bos_token_id
-    stream = activation_batches(base, [about.layer], blocks, batch, half, about.masked_ids, bos_id)
-    pairs = [found.sites[about.layer] for found in islice(stream, 2 * (half // batch))]
+    stream = activation_batches(base, [about.block], contexts, batch, half, about.excluded_ids, bos_id)
+    pairs = [found.sites[about.block] for found in islice(stream, 2 * (half // batch))]
     if len(pairs) < 2:
         raise MxdError(
             f"the held-out text is shorter than {2 * batch:,} tokens; lower --tokens or give another --source."
@@ -215,19 +215,19 @@ def _record(base: FrozenModel, about: Provenance, bos: bool, blocks: Blocks, tok
     return torch.cat(x), torch.cat(y)
 
 
-def _adapt(item: Found, base: FrozenModel, layer: int | None, reads: Reads | None) -> tuple[Found, Provenance]:
+def _adapt(item: Found, base: FrozenModel, block: int | None, input: Input | None) -> tuple[Found, Provenance]:
     """Bring a layer to mxd's conventions for one block of the base model."""
-    number = item.layer if item.layer is not None else layer
+    number = item.block if item.block is not None else block
     if number is None:
-        raise MxdError(f"{item.where} does not say which block it replaces; give it: --layer.")
+        raise MxdError(f"{item.where} does not say which block it replaces; give it: --block.")
     shape = base.mlp_shape(number)
     if (item.config.d_in, item.config.d_out) != (shape.d_in, shape.d_out):
         raise MxdError(
-            f"{item.where} has widths {(item.config.d_in, item.config.d_out)}, layer {number} of {base.source!r} "
+            f"{item.where} has widths {(item.config.d_in, item.config.d_out)}, block {number} of {base.source!r} "
             f"{(shape.d_in, shape.d_out)}: another base model."
         )
     before, after = norms(base, number)
-    if _reads(item, before, reads) == "normalized":
+    if _input(item, before, input) == "normalized":
         item = replace(item, tensors=shift_input(item.tensors, *affine(before, shape.d_in)))
     provenance = _provenance(item, base, number)
     if item.writes == "added" and after is not None:
@@ -245,16 +245,16 @@ def _noted(item: Found, note: str) -> Found:
     return replace(item, notes=(*item.notes, note))
 
 
-def _reads(item: Found, norm: nn.Module | None, stated: Reads | None) -> Reads:
+def _input(item: Found, norm: nn.Module | None, stated: Input | None) -> Input:
     """Return what a layer reads; where the files leave it open, as stated or as the kind of norm tells."""
-    if None not in (item.reads, stated) and item.reads != stated:
-        raise MxdError(f"{item.where} reads {item.reads}, not {stated}; leave --reads out.")
-    known = item.reads or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
+    if None not in (item.input, stated) and item.input != stated:
+        raise MxdError(f"{item.where} reads {item.input}, not {stated}; leave --input out.")
+    known = item.input or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
     if known is None:
         raise MxdError(
             f"{item.where} reads ln2.hook_normalized of a LayerNorm, which TransformerLens 2 has after the affine part "
-            "(before it where weights were folded), TransformerLens 3 before it. Say which: --reads mlp_in (after) or "
-            "--reads normalized (before)."
+            "(before it where weights were folded), TransformerLens 3 before it. Say which: --input mlp_in (after) or "
+            "--input normalized (before)."
         )
     return known
 
@@ -264,15 +264,15 @@ def _provenance(item: Found, base: FrozenModel, number: int) -> Provenance:
     fingerprint = base.fingerprint(number)
     if item.provenance is None:
         dtype = str(next(base.module.parameters()).dtype).removeprefix("torch.")
-        known = Provenance(model=base.source, revision=base.revision, layer=number, fingerprint=fingerprint)
+        known = Provenance(model=base.source, revision=base.revision, block=number, fingerprint=fingerprint)
         return known.model_copy(update={"model_dtype": dtype, "versions": versions(), **item.record})
     try:
         recorded = Provenance.model_validate(item.provenance)
     except ValidationError as error:
         raise MxdError(f"{item.where}: what mxd left in the config is damaged: {error}") from error
-    if (recorded.layer, recorded.fingerprint) != (number, fingerprint):
+    if (recorded.block, recorded.fingerprint) != (number, fingerprint):
         raise MxdError(
-            f"{item.where} was trained for layer {recorded.layer} of {recorded.model!r} (MLP fingerprint "
-            f"{recorded.fingerprint}), not for layer {number} of {base.source!r} ({fingerprint})."
+            f"{item.where} was trained for block {recorded.block} of {recorded.model!r} (MLP fingerprint "
+            f"{recorded.fingerprint}), not for block {number} of {base.source!r} ({fingerprint})."
         )
     return recorded.model_copy(update={"model": base.source, "revision": base.revision})

@@ -27,7 +27,7 @@ from mxd.layers.sparsity import AnySparsity
 from mxd.layers.transcoder import Transcoder, TranscoderConfig
 from mxd.model.frozen import FrozenModel
 
-Reads = Literal["mlp_in", "normalized"]
+Input = Literal["mlp_in", "normalized"]
 """``mlp_in``: the mlp module's input. ``normalized``: the same before the layer norm's affine part."""
 Writes = Literal["mlp_out", "centred", "added"]
 """``mlp_out``: the mlp module's output. ``centred``: the same less its mean over the width. ``added``: what the block
@@ -35,7 +35,7 @@ adds to the residual stream, which in some families is a norm of the MLP's outpu
 
 MAX_CONFIG_BYTES = 1_000_000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HOOKS_IN: dict[str, Reads | None] = {
+HOOKS_IN: dict[str, Input | None] = {
     "mlp.hook_in": "mlp_in",
     "ln2.hook_out": "mlp_in",
     "mlp.input": "mlp_in",
@@ -61,12 +61,12 @@ class Found:
     config: ReplacementConfig
     """The layer's config, sizes from the tensors."""
     tensors: Mapping[str, Tensor]
-    """The layer's state dict, for the input that ``reads`` names."""
+    """The layer's state dict, for the input that ``input`` names."""
     model: str | None = None
     """Base model, as the tool calls it."""
-    layer: int | None = None
+    block: int | None = None
     """Block number."""
-    reads: Reads | None = "mlp_in"
+    input: Input | None = "mlp_in"
     """What it reads; ``None`` where the files leave that open."""
     writes: Writes = "mlp_out"
     """What it predicts."""
@@ -223,17 +223,17 @@ def positive_thresholds(where: str, weights: Mapping[str, Tensor]) -> None:
         raise MxdError(f"{where}: some thresholds are negative, so units hand on negative values; mxd's cannot.")
 
 
-def site(hook_in: str | None, hook_out: str | None, where: str) -> tuple[int | None, Reads | None, Writes]:
+def site(hook_in: str | None, hook_out: str | None, where: str) -> tuple[int | None, Input | None, Writes]:
     """Return block, input and output of a pair of hook names of TransformerLens or of Hugging Face modules.
 
     Raises:
         MxdError: another place than a block's MLP, or two blocks.
     """
-    block_in, reads = _hook(hook_in or "mlp.hook_in", HOOKS_IN, "input", where)
+    block_in, input = _hook(hook_in or "mlp.hook_in", HOOKS_IN, "input", where)
     block_out, writes = _hook(hook_out or "mlp.hook_out", HOOKS_OUT, "output", where)
     if None not in (block_in, block_out) and block_in != block_out:
         raise MxdError(f"{where}: it reads block {block_in} and writes block {block_out}; mxd's layers stay in one.")
-    return block_in if block_in is not None else block_out, reads, writes
+    return block_in if block_in is not None else block_out, input, writes
 
 
 def _hook(name: str, known: Mapping[str, Any], kind: str, where: str) -> tuple[int | None, Any]:
@@ -255,10 +255,10 @@ def only_one_per_block(layers: Sequence[Outgoing], tool: str) -> None:
     Raises:
         MxdError: two do.
     """
-    numbers = [item.provenance.layer for item in layers]
+    numbers = [item.provenance.block for item in layers]
     twice = sorted({n for n in numbers if numbers.count(n) > 1})
     if twice:
-        slugs = [f"{item.layer.config.slug}" for item in layers if item.provenance.layer == twice[0]]
+        slugs = [f"{item.layer.config.slug}" for item in layers if item.provenance.block == twice[0]]
         raise MxdError(
             f"{len(slugs)} layers replace block {twice[0]} ({', '.join(slugs)}), and {tool} keeps one for each block; "
             "convert them one at a time, each into a folder of its own."

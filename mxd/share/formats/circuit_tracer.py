@@ -109,11 +109,11 @@ def _read(file: Path, number: int, settings: TranscoderSet) -> Found:
     elif "sparsity.threshold" in weights:
         sparsity = JumpReLUConfig()
     config, tensors = as_transcoder(where, weights, sparsity)
-    _, reads, writes = site(settings.feature_input_hook, settings.feature_output_hook, where)
+    _, input, writes = site(settings.feature_input_hook, settings.feature_output_hook, where)
     left = (settings.mxd or {}).get("provenance")
     note = left[number] if isinstance(left, list) and number < len(left) else None
     notes = (TOPK_NOTE,) if settings.activation == "topk" else ()
-    return Found(where, config, tensors, settings.model_name, number, reads, writes, provenance=note, notes=notes)
+    return Found(where, config, tensors, settings.model_name, number, input, writes, provenance=note, notes=notes)
 
 
 def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path]:
@@ -123,7 +123,7 @@ def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path
         MxdError: not one layer for each block from 0 on, several widths or sparsities, or a folder that exists.
     """
     only_one_per_block(layers, "circuit-tracer")
-    by_block = {item.provenance.layer: item for item in layers}
+    by_block = {item.provenance.block: item for item in layers}
     numbers = sorted(by_block)
     if numbers != list(range(len(layers))):
         raise MxdError(f"circuit-tracer needs one layer for each block from 0 on; these replace {numbers}.")
@@ -155,7 +155,7 @@ def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path
             save_file(tensors, partial / f"layer_{number}.safetensors")
         text = yaml.safe_dump({k: v for k, v in settings.items() if v is not None}, sort_keys=False)
         (partial / "config.yaml").write_text(text, encoding="utf-8")
-    return [out / f"layer_{item.provenance.layer}.safetensors" for item in layers]
+    return [out / f"layer_{item.provenance.block}.safetensors" for item in layers]
 
 
 def _activation(layer: Transcoder) -> tuple[str, int | None]:

@@ -16,13 +16,13 @@ READERS = (
     ("encoder.weight", "encoder.bias"),
     ("encoder.glu_weight", "encoder.glu_bias"),
 )
-"""Every linear map of the input in a layer's state dict: weight ``[rows, d_in]`` and bias."""
+"""Every linear map of the input in a block's state dict: weight ``[rows, d_in]`` and bias."""
 
 
 def shift_input(
     tensors: Mapping[str, Tensor], scale: Float[Tensor, " d_in"], shift: Float[Tensor, " d_in"]
 ) -> dict[str, Tensor]:
-    """Return the state dict of a layer that does with ``x`` what the given one does with ``(x - shift) / scale``.
+    """Return the state dict of a block that does with ``x`` what the given one does with ``(x - shift) / scale``.
 
     ``W' = W / scale``, ``b' = b - W' shift``; summed in float64.
     """
@@ -38,7 +38,7 @@ def shift_input(
     return {name: tensor.float() for name, tensor in found.items()}
 
 
-def norms(model: FrozenModel, layer: int) -> tuple[nn.Module | None, nn.Module | None]:
+def norms(model: FrozenModel, block: int) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the module that makes the MLP's input, and the one, dropout aside, that takes its output.
 
     Found by watching which modules of the block hand on and take the very tensors; ``None`` where there is none.
@@ -56,20 +56,20 @@ def norms(model: FrozenModel, layer: int) -> tuple[nn.Module | None, nn.Module |
         return hook
 
     kept: list[object] = []
-    handles = [module.register_forward_hook(watch(module)) for module in model.blocks[layer].modules()]
+    handles = [module.register_forward_hook(watch(module)) for module in model.blocks[block].modules()]
     try:
-        with model.watched([layer]) as found:
+        with model.watched([block]) as found:
             model.logits(torch.zeros(1, 2, dtype=torch.int64))
     finally:
         for handle in handles:
             handle.remove()
-    x, y = found[layer]
+    x, y = found[block]
     return made.get(id(x)), taken.get(id(y))
 
 
-def output_hook(model: FrozenModel, layer: int) -> str:
+def output_hook(model: FrozenModel, block: int) -> str:
     """Return TransformerLens's name, within a block, of the mlp module's output; in most families it has two."""
-    return "hook_mlp_out" if norms(model, layer)[1] is None else "mlp.hook_out"
+    return "hook_mlp_out" if norms(model, block)[1] is None else "mlp.hook_out"
 
 
 def affine(norm: nn.Module | None, width: int) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_in"]]:

@@ -61,8 +61,8 @@ def read(path: Path) -> list[Found]:
         weights["encoder"] = weights["encoder"].mT
     positive_thresholds(where, weights)
     config, tensors = as_transcoder(where, weights, JumpReLUConfig(), {"width": (settings.width, "encoder", 0)})
-    layer, reads, writes = site(settings.hf_hook_point_in, settings.hf_hook_point_out, where)
-    return [Found(where, config, tensors, settings.model_name, layer, reads, writes)]
+    block, input, writes = site(settings.hf_hook_point_in, settings.hf_hook_point_out, where)
+    return [Found(where, config, tensors, settings.model_name, block, input, writes)]
 
 
 FORMAT = Format(read)

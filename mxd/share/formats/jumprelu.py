@@ -26,7 +26,7 @@ class Loss:
 
     tokens: int
     changed: float
-    """Share of tokens whose code is another."""
+    """RankPart of tokens whose code is another."""
     nmse: float
     """Normalized MSE of the layer against the MLP's output."""
     nmse_converted: float
@@ -70,8 +70,8 @@ def measure(
 ) -> Loss:
     """Return what is lost by another code and output than the layer's."""
     own = layer.encode(x)
-    counts = [(c.values != 0).sum(-1) for c in (own, code)]
-    changed = (counts[0] != counts[1]) | ~torch.isclose(own.values.sum(-1), code.values.sum(-1), rtol=1e-4)
+    counts = [(c.activations != 0).sum(-1) for c in (own, code)]
+    changed = (counts[0] != counts[1]) | ~torch.isclose(own.activations.sum(-1), code.activations.sum(-1), rtol=1e-4)
     nmse, nmse_converted = (normalized_mse(prediction, y).item() for prediction in (layer(x), out))
     l0, l0_converted = (float(count.float().mean()) for count in counts)
     return Loss(len(x), float(changed.float().mean()), nmse, nmse_converted, l0, l0_converted)
@@ -85,7 +85,9 @@ def fit_thresholds(layer: Transcoder, x: Float[Tensor, "tokens d_in"]) -> Float[
     tokens gets its largest pre-activation there.
     """
     code = layer.encode(x)
-    smallest = torch.where(code.values > 0, code.values, torch.inf).amin(-1, keepdim=True)  # of the chosen, by token
+    smallest = torch.where(code.activations > 0, code.activations, torch.inf).amin(
+        -1, keepdim=True
+    )  # of the chosen, by token
     weight, bias = layer.encoder, layer.encoder_bias
     chunk = max(1, CHUNK_BYTES // (4 * len(x)))
     pieces = [

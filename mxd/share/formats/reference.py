@@ -88,7 +88,7 @@ def read(path: Path) -> list[Found]:
         config, tensors = _mxd(where, cfg, state)
     else:
         config, tensors = _transcoder(where, cfg, state)
-    layer, reads, _ = site(cfg.get("hook_point"), cfg.get("out_hook_point"), where)
+    block, input, _ = site(cfg.get("hook_point"), cfg.get("out_hook_point"), where)
     data = {"source": cfg.get("dataset_path"), "context": cfg.get("context_size")}
     record = {
         "data": {name: value for name, value in data.items() if value is not None},
@@ -96,7 +96,7 @@ def read(path: Path) -> list[Found]:
         "tokens": cfg.get("total_training_tokens") or 0,
         "seed": cfg.get("seed") or 0,
     }
-    return [Found(where, config, tensors, cfg.get("model_name"), layer, reads or "normalized", "centred", record)]
+    return [Found(where, config, tensors, cfg.get("model_name"), block, input or "normalized", "centred", record)]
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

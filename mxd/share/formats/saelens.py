@@ -108,7 +108,7 @@ def _read(folder: Path) -> Found:
     config, tensors = as_transcoder(where, turned, sparsity, stated)
     known = settings.metadata
     # Names of modules say more than TransformerLens's: Gemma Scope 2 calls the normed input hook_mlp_in.
-    layer, reads, writes = site(
+    block, input, writes = site(
         known.hf_hook_name or known.hook_name, known.hf_hook_name_out or known.hook_name_out, where
     )
     data = {"source": known.dataset_path, "context": known.context_size, "bos": known.prepend_bos}
@@ -117,8 +117,8 @@ def _read(folder: Path) -> Found:
         config,
         tensors,
         model=known.model_name,
-        layer=layer,
-        reads=reads,
+        block=block,
+        input=input,
         writes=writes,
         record={"data": {name: value for name, value in data.items() if value is not None}},
         provenance=known.provenance,
@@ -148,9 +148,9 @@ def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path
     return [
         _write(
             item,
-            out / f"blocks.{item.provenance.layer}.mlp",
-            paths[id(base.mlp(item.provenance.layer))],
-            output_hook(base, item.provenance.layer),
+            out / f"blocks.{item.provenance.block}.mlp",
+            paths[id(base.mlp(item.provenance.block))],
+            output_hook(base, item.provenance.block),
         )
         for item in layers
     ]
@@ -165,7 +165,7 @@ def _write(item: Outgoing, folder: Path, module: str, hook_out: str) -> Path:
         for name, ours in NAMES.items()
         if ours in weights
     }
-    block, text = f"blocks.{provenance.layer}", provenance.data
+    block, text = f"blocks.{provenance.block}", provenance.data
     metadata: dict[str, Any] = {
         "sae_lens_version": VERSION,
         "sae_lens_training_version": None,
@@ -177,7 +177,7 @@ def _write(item: Outgoing, folder: Path, module: str, hook_out: str) -> Path:
         "dataset_path": text.get("source"),
         "context_size": text.get("context"),
         "prepend_bos": text.get("bos"),
-        "exclude_special_tokens": list(provenance.masked_ids) or False,
+        "exclude_special_tokens": list(provenance.excluded_ids) or False,
         "mxd": item.note,
     }
     with atomic_folder(folder) as partial:

@@ -86,7 +86,7 @@ def _read(folder: Path) -> Found:
         raise MxdError(f"{where}: hookpoint {folder.name!r} is no block's MLP, which is all that mxd replaces.")
     left = folder / "mxd.json"
     provenance = read_settings(left, Settings).provenance if left.is_file() else None
-    return Found(where, config, tensors, layer=int(match[1]) if match else None, provenance=provenance)
+    return Found(where, config, tensors, block=int(match[1]) if match else None, provenance=provenance)
 
 
 def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path]:
@@ -96,7 +96,7 @@ def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path
         MxdError: two layers for one block, an output of another width, or a folder that exists.
     """
     only_one_per_block(layers, "sparsify")
-    return [_write(item, out / hookpoint(base, item.provenance.layer)) for item in layers]
+    return [_write(item, out / hookpoint(base, item.provenance.block)) for item in layers]
 
 
 def _write(item: Outgoing, folder: Path) -> Path:

@@ -38,7 +38,7 @@ def make():
 
     def build(base, folder, block=BLOCK, method="transcoder", units=40, **fields):
         fields = {"method": method, "num_units": units, "sparsity": {"kind": "topk", "k": 5}} | fields
-        layer = parse_layer(fields).inherit(base.mlp_shape(block)).build()
+        layer = parse_layer(fields).resolve(base.mlp_shape(block)).build()
         for parameter in layer.parameters():
             parameter.data.normal_(std=0.3)
         if layer.config.sparsity.kind == "jumprelu":
@@ -46,13 +46,13 @@ def make():
         about = Provenance(
             model=base.source,
             revision=base.revision,
-            layer=block,
+            block=block,
             fingerprint=base.fingerprint(block),
-            masked_ids=(0,),
+            excluded_ids=(0,),
             tokens=123,
             data={"source": "bundled", "context": 16},
         )
-        path = save_layer(folder / f"layer{block}-{layer.config.slug}", layer, about)
+        path = save_layer(folder / f"block{block}-{layer.config.slug}", layer, about)
         return Trained(layer.eval().requires_grad_(False), about, path)
 
     return build

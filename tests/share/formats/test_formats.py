@@ -120,7 +120,7 @@ def test_there_and_back_is_bit_exact(base, make, tmp_path, tool, sparsity, skip)
     assert len(found) == 2
     for item in found:
         back = load_layer(item.path)
-        original = trained[str(back.provenance.layer)]
+        original = trained[str(back.provenance.block)]
         assert back.layer.config == original.layer.config and same_state(back.layer, original.layer)
         assert back.provenance == original.provenance
 
@@ -205,7 +205,7 @@ def test_every_architecture_of_saelens_is_read(gpt2_folder, x, tmp_path, archite
     (found,) = import_layers(folder, tmp_path / "ours", "saelens", gpt2_folder, device="cpu")
     loaded = load_layer(found.path)
     close(loaded.layer(x), saelens_formula(folder, x))
-    assert loaded.provenance.layer == 1 and loaded.provenance.data == {"source": "some/text", "context": 64}
+    assert loaded.provenance.block == 1 and loaded.provenance.data == {"source": "some/text", "context": 64}
     assert found.path.parent == tmp_path / "ours"
 
 
@@ -222,7 +222,7 @@ def test_every_architecture_of_saelens_is_read(gpt2_folder, x, tmp_path, archite
         ({"metadata": {"hook_name": "blocks.1.hook_resid_mid"}}, "choose one of: mlp.hook_in"),
         ({"metadata": {"hook_name_out": "blocks.2.hook_mlp_out"}}, "reads block 1 and writes block 2"),
         ({"metadata": {"hook_name": "blocks.7.mlp.hook_in"}}, "layer 7 is out of range"),
-        ({"metadata": {"hook_name": "blocks.1.ln2.hook_normalized"}}, "Say which: --reads mlp_in"),
+        ({"metadata": {"hook_name": "blocks.1.ln2.hook_normalized"}}, "Say which: --input mlp_in"),
     ],
 )
 def test_what_saelens_has_and_mxd_has_not_is_refused(gpt2_folder, tmp_path, changes, message):
@@ -242,7 +242,7 @@ def test_inputs_before_the_affine_part_are_folded(kind, folder_of, ids, tmp_path
     base = load_frozen(name, device="cpu")
     folder = saelens_folder(tmp_path / "theirs", "jumprelu_skip_transcoder", hook_name="blocks.1.ln2.hook_normalized")
     (found,) = import_layers(
-        folder, tmp_path / "ours", "saelens", name, reads="normalized" if kind == "gpt2" else None, device="cpu"
+        folder, tmp_path / "ours", "saelens", name, input="normalized" if kind == "gpt2" else None, device="cpu"
     )
     m = base.record(ids, [1])[1][0].reshape(-1, D)
     norm = base.blocks[1].ln_2 if kind == "gpt2" else base.blocks[1].post_attention_layernorm
@@ -488,16 +488,16 @@ def test_model_and_block_are_stated_or_read_and_must_agree(theirs, gpt2_folder, 
     with pytest.raises(MxdError, match="does not say what its base model is; give it: --model"):
         import_layers(theirs, tmp_path / "ours", "sparsify")
     with pytest.raises(MxdError, match="holds no layer for block 2"):
-        import_layers(theirs, tmp_path / "ours", "sparsify", gpt2_folder, layer=2, device="cpu")
-    (found,) = import_layers(theirs.parent, tmp_path / "ours", "sparsify", gpt2_folder, layer=1, device="cpu")
+        import_layers(theirs, tmp_path / "ours", "sparsify", gpt2_folder, block=2, device="cpu")
+    (found,) = import_layers(theirs.parent, tmp_path / "ours", "sparsify", gpt2_folder, block=1, device="cpu")
     about = load_layer(found.path).provenance
-    assert (about.layer, about.model, about.masked_ids, about.tokens) == (1, gpt2_folder, (), 0)
+    assert (about.block, about.model, about.excluded_ids, about.tokens) == (1, gpt2_folder, (), 0)
     assert about.fingerprint == load_frozen(gpt2_folder, device="cpu").fingerprint(1)
     unnamed = theirs.rename(theirs.parent / "mine")
     with pytest.raises(MxdError, match="does not say which block it replaces; give it: --layer"):
         import_layers(unnamed, tmp_path / "more", "sparsify", gpt2_folder, device="cpu")
-    (found,) = import_layers(unnamed, tmp_path / "more", "sparsify", gpt2_folder, layer=0, device="cpu")
-    assert load_layer(found.path).provenance.layer == 0
+    (found,) = import_layers(unnamed, tmp_path / "more", "sparsify", gpt2_folder, block=0, device="cpu")
+    assert load_layer(found.path).provenance.block == 0
     with pytest.raises(MxdError, match=r"hookpoint 'layers.1.attn' is no block's MLP"):
         import_layers(unnamed.rename(unnamed.parent / "layers.1.attn"), tmp_path / "m", "sparsify", gpt2_folder)
 
@@ -512,7 +512,7 @@ def test_the_command_converts_both_ways(base, make, tmp_path, capsys):
     assert f"-> {tmp_path / 't' / 'blocks.0.mlp'}\n  not the same for" in out and "256 held-out tokens: NMSE" in out
     code, out, err = mxd(capsys, "convert", tmp_path / "t", tmp_path / "back", "--from", "saelens", "--device", "cpu")
     assert code == 0, err
-    assert (tmp_path / "back" / "layer0-tc-jumprelu" / "config.json").exists()
+    assert (tmp_path / "back" / "block0-tc-jumprelu" / "config.json").exists()
     for words in (
         ["a"],
         ["a", "b"],

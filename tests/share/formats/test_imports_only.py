@@ -66,7 +66,7 @@ def test_gemma_scope_gives_its_outputs_and_is_not_spliced_before_the_norm_it_pre
     pre = m @ t["w_enc"] + t["b_enc"]
     a = pre * (pre > t["threshold"])
     close(loaded.layer(x), a @ t["w_dec"] + t["b_dec"] + (m @ t["affine_skip_connection"] if skip else 0))
-    assert loaded.provenance.layer == 1 and loaded.provenance.site == "mlp and post_feedforward_layernorm"
+    assert loaded.provenance.block == 1 and loaded.provenance.site == "mlp and post_feedforward_layernorm"
     assert any("not be spliced" in note for note in found.notes)
     with pytest.raises(MxdError, match="'mlp and post_feedforward_layernorm', not of the mlp module"):
         spliced(base, {1: loaded}).__enter__()
@@ -198,7 +198,7 @@ def test_reference_files_give_the_reference_outputs(form, kind, folder_of, ids, 
     normalized = (m - norm.bias) / norm.weight if kind == "gpt2" else m / norm.weight
     close(loaded.layer(m), formula(t, normalized.double().numpy(), cfg))
     about = loaded.provenance
-    assert (about.layer, about.tokens, about.seed) == (1, 60_000_000, 42)
+    assert (about.block, about.tokens, about.seed) == (1, 60_000_000, 42)
     assert about.data == {"source": "Skylion007/openwebtext", "context": 128} and about.training["lr"] == 4e-4
     assert ("centred" in about.input_convention) == (kind == "gpt2") == any("centred" in note for note in found.notes)
 

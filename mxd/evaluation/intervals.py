@@ -1,4 +1,4 @@
-"""Which occurrences of a unit to show: samples from bands of its coefficient, drawn in one pass over a text."""
+"""Which occurrences of a unit to show: samples from intervals of its activation, drawn in one pass over a text."""
 
 import math
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 
 from mxd.layers import Code
 
-BANDS = 6
-"""Bands of coefficient value (MxD, arXiv 2505.21364, app. E)."""
+INTERVALS = 6
+"""Intervals of activation value (MxD, arXiv 2505.21364, app. E)."""
 STEPS = 8
-"""Occurrences are sampled on a logarithmic grid of so many steps an octave, on which the ends of bands lie."""
-DEPTH = math.ceil(STEPS * math.log2(BANDS)) + 1
-"""Steps from that of the largest coefficient down to where the lowest band is certain to hold everything."""
+"""Occurrences are sampled on a logarithmic grid of so many steps an octave, on which the ends of intervals lie."""
+DEPTH = math.ceil(STEPS * math.log2(INTERVALS)) + 1
+"""Steps from that of the largest activation down to where the lowest interval is certain to hold everything."""
 PATIENCE = 2**17
 """Occurrences that wait, at least, before they are sorted in."""
 
@@ -21,28 +21,28 @@ _ROW = np.dtype([("unit", "i4"), ("level", "i4"), ("context", "i8"), ("at", "i4"
 
 
 class Occurrence(NamedTuple):
-    """A token at which a unit is active: the coefficient, the number of the context, the place in it."""
+    """A token at which a unit is active: the activation, the number of the context, the place in it."""
 
     value: float
     context: int
     at: int
 
 
-class Band(NamedTuple):
-    """A range of coefficients, and occurrences drawn from it, no two in one context; strongest first."""
+class Interval(NamedTuple):
+    """A range of activations, and occurrences drawn from it, no two in one context; strongest first."""
 
     low: float
     high: float
     occurrences: list[Occurrence]
 
 
-class BandSamples:
-    """For every unit, occurrences drawn evenly from bands of its coefficient.
+class IntervalSamples:
+    """For every unit, occurrences drawn evenly from intervals of its activation.
 
-    Where the bands lie is known only at the end, when the largest coefficient is. So each occurrence is given a random
-    key, and of each step of a fine grid the ``keep`` contexts with the largest keys are kept. Those with the largest
-    keys of any band made of whole steps are among them: what would be drawn had the bands been known. Memory depends
-    on the number of units only, ``DEPTH + 1`` times ``keep`` rows of 32 bytes for each.
+    Where the intervals lie is known only at the end, when the largest activation is. So each occurrence is given a
+    random key, and of each step of a fine grid the ``keep`` contexts with the largest keys are kept. Those with the
+    largest keys of any interval made of whole steps are among them: what would be drawn had the intervals been known.
+    Memory depends on the number of units only, ``DEPTH + 1`` times ``keep`` rows of 32 bytes for each.
     """
 
     def __init__(self, units: int, keep: int, seed: int = 0) -> None:
@@ -57,7 +57,7 @@ class BandSamples:
 
     def see(self, code: Code, context: Int[np.ndarray, " tokens"], at: Int[np.ndarray, " tokens"]) -> None:
         """Count the code of a batch of tokens, given the context each is in and its place there."""
-        values, indices = code.values.cpu().numpy(), code.indices.cpu().numpy()
+        values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
         row, column = np.nonzero(values > 0)
         unit, value = indices[row, column], values[row, column]
         level, key = _level(value), self.rng.random(len(unit))
@@ -71,10 +71,10 @@ class BandSamples:
         if sum(map(len, self.waiting)) > max(PATIENCE, len(self.kept)):
             self._settle()
 
-    def bands(self, unit: int) -> list[Band]:
-        """Return a unit's bands, the strongest first; bands without an occurrence are left out.
+    def intervals(self, unit: int) -> list[Interval]:
+        """Return a unit's intervals, the strongest first; intervals without an occurrence are left out.
 
-        They are of about equal width, from zero to the largest coefficient, with ends on the grid.
+        They are of about equal width, from zero to the largest activation, with ends on the grid.
         """
         self._settle()
         rows = self.kept[self.kept["unit"] == unit]
@@ -82,17 +82,17 @@ class BandSamples:
             return []
         rows = rows[np.argsort(-rows["key"], kind="stable")]
         largest = float(self.largest[unit])
-        ends = [round(STEPS * math.log2(largest * band / BANDS)) for band in range(1, BANDS)]
+        ends = [round(STEPS * math.log2(largest * interval / INTERVALS)) for interval in range(1, INTERVALS)]
         values = [0.0, *(2 ** (end / STEPS) for end in ends), largest]
         band_of = np.searchsorted(ends, rows["level"], side="right")
-        bands = [
-            Band(values[band], values[band + 1], _drawn(rows[band_of == band], self.keep))
-            for band in reversed(range(BANDS))
+        intervals = [
+            Interval(values[interval], values[interval + 1], _drawn(rows[band_of == interval], self.keep))
+            for interval in reversed(range(INTERVALS))
         ]
-        return [band for band in bands if band.occurrences]
+        return [interval for interval in intervals if interval.occurrences]
 
     def _threshold(self, unit: Int[np.ndarray, " n"], level: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Return the key that an occurrence must exceed to be kept; as the largest coefficient grows, it only rises."""
+        """Return the key that an occurrence must exceed to be kept; as the largest activation grows, it only rises."""
         if not len(self.thresholds):
             return np.full(len(unit), -1.0)
         step = np.maximum(level - self.settled_top[unit] + DEPTH, 0)
