@@ -116,8 +116,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         got = config.get("format") if isinstance(config, dict) else None
         raise MxdError(
-            f"{path} is not an mxd layer of format {FORMAT} (its format is {got!r}); use the version of mxd that wrote it, "
-            "or train the layer again."
+            f"{path} is not an mxd layer of format {FORMAT} (its format is {got!r}); use the version of mxd that "
+            "wrote it, or train the layer again."
         )
     return config
 

@@ -227,9 +227,8 @@ def _whole(place: Path) -> State:
     """
     if _is_older(place):
         raise MxdError(
-            f"{place} was saved by an earlier version of mxd, whose states do not say which text and base model they "
-            f"are of (format {FORMAT} does); finish the run with that version, or start anew under another name with "
-            "--run NAME."
+            f"{place} was saved by an earlier version of mxd, in another format than this one's ({FORMAT}); finish the "
+            "run with that version, or start anew under another name with --run NAME."
         )
     name = "manifest.json"
     try:

@@ -257,7 +257,7 @@ def _fit_manifest(place: Path) -> None:
     found = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files}
     if place.is_dir() and not (place / "manifest.json").is_dir() and not (place / "manifest.json").is_fifo():
         (place / "manifest.json").unlink(missing_ok=True)
-        (place / "manifest.json").write_text(json.dumps({"format": 3, "files": found}, ensure_ascii=True))
+        (place / "manifest.json").write_text(json.dumps({"format": 4, "files": found}, ensure_ascii=True))
 
 
 def cache(folder: Path) -> Any:
