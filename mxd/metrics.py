@@ -44,7 +44,7 @@ class Metric:
         own = _at(result, self.key)
         if own is not None:
             return own
-        found = [value for layer in result["layers"].values() if (value := _at(layer, self.key)) is not None]
+        found = [value for site in result["blocks"].values() if (value := _at(site, self.key)) is not None]
         return sum(found) / len(found) if found else None
 
     def shown(self, result: Mapping[str, Any]) -> str:

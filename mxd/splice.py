@@ -74,7 +74,7 @@ def splice(
     return frozen
 
 
-def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> None:
+def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> None:
     """Check that a replacement was trained for this block of this model.
 
     The same MLP in another revision of the model is a ``RevisionWarning``.
@@ -82,9 +82,9 @@ def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> 
     Raises:
         MxdError: another block, or other base weights.
     """
-    if provenance.block != layer:
+    if provenance.block != block:
         raise MxdError(
-            f"this replacement was trained for layer {provenance.block}, not {layer}; splice it there, or pass "
+            f"this replacement was trained for block {provenance.block}, not {block}; splice it there, or pass "
             "check=False to insist."
         )
     if provenance.site != "mlp":
@@ -92,15 +92,15 @@ def check_provenance(model: FrozenModel, layer: int, provenance: Provenance) -> 
             f"this replacement predicts the output of {provenance.site!r}, not of the mlp module, in whose place it "
             "would stand; pass check=False to insist."
         )
-    if provenance.fingerprint != model.fingerprint(layer):
+    if provenance.fingerprint != model.fingerprint(block):
         raise MxdError(
-            f"this replacement was trained for layer {layer} of {provenance.model!r} (revision {provenance.revision}, "
+            f"this replacement was trained for block {block} of {provenance.model!r} (revision {provenance.revision}, "
             f"MLP fingerprint {provenance.fingerprint}); {model.source!r} has other weights there (fingerprint "
-            f"{model.fingerprint(layer)}). Load that model, or pass check=False to insist."
+            f"{model.fingerprint(block)}). Load that model, or pass check=False to insist."
         )
     if provenance.revision and model.revision and provenance.revision != model.revision:
         warn(
-            f"the replacement of layer {layer} was trained on {provenance.model!r} at revision {provenance.revision}; "
+            f"the replacement of block {block} was trained on {provenance.model!r} at revision {provenance.revision}; "
             f"{model.source!r} is at revision {model.revision}. This MLP is the same in both; the rest may differ.",
             RevisionWarning,
             stacklevel=2,
@@ -221,7 +221,7 @@ class Splice:
 
 def _check_free(model: FrozenModel, number: int) -> None:
     if isinstance(model.mlp(number), SplicedMLP):
-        raise MxdError(f"layer {number} is spliced already; leave that block first.")
+        raise MxdError(f"block {number} is spliced already; leave that block first.")
 
 
 def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
@@ -237,7 +237,7 @@ def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, 
         expected = (layer.read(shape.d_in, shape.d_out), shape.d_out)
         if (layer.config.d_in, layer.config.d_out) != expected:
             raise MxdError(
-                f"layer {number} of {model.source!r} needs widths {expected}, the replacement has "
+                f"block {number} of {model.source!r} needs widths {expected}, the replacement has "
                 f"{(layer.config.d_in, layer.config.d_out)}."
             )
         layer.to(model.device)
@@ -249,13 +249,13 @@ def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, 
 def _switched_off(units: Sequence[int], number: int, ready: Mapping[int, nn.Module]) -> Tensor | None:
     """Return which units of a block's replacement are masked, or ``None`` for none."""
     if number not in ready:
-        raise MxdError(f"mask names layer {number}; spliced are: {', '.join(map(str, ready))}.")
+        raise MxdError(f"mask names block {number}; spliced are: {', '.join(map(str, ready))}.")
     layer = ready[number]
     if not isinstance(layer, ReplacementLayer):
-        raise MxdError(f"mask: the {type(layer).__name__} at layer {number} has no units; only mxd's layers have.")
+        raise MxdError(f"mask: the {type(layer).__name__} at block {number} has no units; only mxd's layers have.")
     wrong = [unit for unit in units if not 0 <= unit < layer.num_units]
     if wrong:
-        raise MxdError(f"mask: layer {number} has units 0 ... {layer.num_units - 1}, got {wrong[0]}.")
+        raise MxdError(f"mask: block {number} has units 0 ... {layer.num_units - 1}, got {wrong[0]}.")
     if not units:
         return None
     off = torch.zeros(layer.num_units, dtype=torch.bool, device=layer.bias.device)

@@ -49,7 +49,7 @@ class Sizes:
     """What is run."""
 
     gpt2: dict[str, int]
-    layer: int
+    block: int
     context: int
     batch: int
     window: int
@@ -148,14 +148,14 @@ def end_to_end(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
         return (pool[i % len(pool)] for i in count(first))
 
     contexts = max(1, 4096 // sizes.context)
-    stream = activation_batches(base, [sizes.layer], blocks, sizes.batch, sizes.window, forward_contexts=contexts)
+    stream = activation_batches(base, [sizes.block], blocks, sizes.batch, sizes.window, forward_contexts=contexts)
     seen, rates = 0, []
     for window in range(windows + 1):
         device.wait()
         begin = time.perf_counter()
         for batch in islice(stream, sizes.window // sizes.batch):
             seen += sizes.batch
-            train_step(trainee, *batch.sites[sizes.layer], LR, seen)
+            train_step(trainee, *batch.sites[sizes.block], LR, seen)
         device.wait()
         if window:  # the first is to warm up
             rates.append(sizes.window / (time.perf_counter() - begin))
@@ -168,13 +168,13 @@ def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
     contexts = max(1, 4096 // sizes.context)
     ids = torch.randint(base.config.vocab_size, (contexts, sizes.context), device=device.device)
     per_step = sizes.batch / ids.numel()
-    parts = {"base forward": per_step * device.seconds(lambda: base.record(ids, [sizes.layer]))}
+    parts = {"base forward": per_step * device.seconds(lambda: base.record(ids, [sizes.block]))}
     fixed = [row.numpy().astype(np.int32) for row in ids.cpu()]
 
     def one_window() -> list[Any]:
         stream = activation_batches(
             base,
-            [sizes.layer],
+            [sizes.block],
             lambda _: (fixed[i % contexts] for i in count()),
             sizes.batch,
             sizes.window,
@@ -184,7 +184,7 @@ def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
 
     stream = device.seconds(one_window, calls=1) * sizes.batch / sizes.window
     parts["buffer and shuffle"] = stream - parts["base forward"]
-    x, y = (t.reshape(-1, t.shape[-1]).float() for t in base.record(ids, [sizes.layer])[sizes.layer])
+    x, y = (t.reshape(-1, t.shape[-1]).float() for t in base.record(ids, [sizes.block])[sizes.block])
     x, y = (t.repeat(-(-sizes.batch // len(t)), 1)[: sizes.batch] for t in (x, y))
     times: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
@@ -222,7 +222,7 @@ def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, candidates:
     encoder = 2 * t * h * d * (2 if config.glu else 1)
     decoder = 2 * t * h * d
     return {
-        "base forward": (dtype, t * block * (sizes.layer + 1)),
+        "base forward": (dtype, t * block * (sizes.block + 1)),
         "gate and top-k": (candidates, 2 * t * n * d),
         "encoder and decode": ("float32", encoder + decoder),
         "backward": ("float32", encoder + 2 * decoder),
@@ -342,7 +342,7 @@ def missed(found: dict[str, Any]) -> list[str]:
     lines = []
     rate = found["tokens_per_second"]
     if rate < TARGET:
-        lines.append(f"GPT-2 layer 8, MxD K = 32: {rate:,.0f} tokens/s end to end, at least {TARGET:,}")
+        lines.append(f"GPT-2 block 8, MxD K = 32: {rate:,.0f} tokens/s end to end, at least {TARGET:,}")
     for row in found["kernels"]:
         if not row.get("difference", 0) < 1e-4:  # NaN, too
             lines.append(f"{row['operation']}, {row['selection']}: Triton is off by {row['difference']:.1e} of torch")
@@ -390,12 +390,12 @@ def main() -> None:
 
     rates = ceilings(device, sizes.ceiling, args.base_dtype)
     base = random_gpt2(sizes, args.base_dtype, device.device)
-    config = paper_config(base.mlp_shape(sizes.layer), sizes.k)
-    trainee = new_trainee("MxD", sizes.layer, config, 0, device.device, args.candidates)
+    config = paper_config(base.mlp_shape(sizes.block), sizes.k)
+    trainee = new_trainee("MxD", sizes.block, config, 0, device.device, args.candidates)
     found = end_to_end(device, base, trainee, sizes, args.windows)
     loss = trainee.stats.report(0, 1)["normalized_mse"]
     rate = statistics.median(found)
-    print(f"\nMxD, K = {sizes.k}, N = {config.num_units:,}, block {sizes.layer}, batches of {sizes.batch:,} tokens:")
+    print(f"\nMxD, K = {sizes.k}, N = {config.num_units:,}, block {sizes.block}, batches of {sizes.batch:,} tokens:")
     print(f"{rate:,.0f} tokens/s end to end ({min(found):,.0f} to {max(found):,.0f}); mean loss {loss:.4f}")
 
     parts = time_parts(device, base, trainee, sizes, args.repeats)

@@ -2,7 +2,7 @@
 
     python scripts/fetch_models.py
     python scripts/bench_run.py [--batches 16] [--json FILE] [--check]
-    python scripts/bench_run.py --model tiny-gpt2 --layer 2 --expansion 32
+    python scripts/bench_run.py --model tiny-gpt2 --block 2 --expansion 32
 
 A run of 4 methods x 4 K at one block: the base model's forward alone, each replacement's step alone on one batch (the
 median), then `mxd train` as it is, reading live and reading a cache; what the run takes beyond forward and steps is its
@@ -62,7 +62,7 @@ def configure(args: argparse.Namespace, folder: str, run: str, **data: Any) -> R
         {
             "run": run,
             "out": folder,
-            "blocks": [args.layer],
+            "blocks": [args.block],
             "model": {"source": args.model},
             "data": data,
             "sizing": {"expansion": args.expansion},
@@ -179,7 +179,7 @@ def evaluations(args: argparse.Namespace, base: FrozenModel, folder: str) -> dic
     names = list(layers)[::2][:8]
     return {
         f"evaluating {n}": seconds(
-            lambda n=n: evaluate(base, {name: {args.layer: layers[name]} for name in names[:n]}, blocks, args.tokens)
+            lambda n=n: evaluate(base, {name: {args.block: layers[name]} for name in names[:n]}, blocks, args.tokens)
         )
         for n in (1, 8)
     }
@@ -201,7 +201,7 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=SMOLLM2)
-    parser.add_argument("--layer", type=int, default=9)
+    parser.add_argument("--block", type=int, default=9)
     parser.add_argument("--expansion", type=int, default=8)
     parser.add_argument("--batches", type=int, default=16, help="batches of 4,096 tokens in a run")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens evaluated")
@@ -213,7 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = runs(args, base, folder) | evaluations(args, base, folder)
     tokens = args.batches * 4096
-    print(f"{base.source}, block {args.layer}, {tokens:,} tokens, {torch.get_num_threads()} threads\n")
+    print(f"{base.source}, block {args.block}, {tokens:,} tokens, {torch.get_num_threads()} threads\n")
     print("| | seconds | share of the live run | tokens/s |\n|---|---|---|---|")
     for name in ("forward", "all steps", "live run", "live run, waiting", "cached run", "cached run, waiting"):
         print(f"| {name} | {found[name]:.2f} | {found[name] / found['live run']:.1%} | {tokens / found[name]:,.0f} |")

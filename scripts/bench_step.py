@@ -243,7 +243,7 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--blocks", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--layers", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -241,7 +241,7 @@ def same(source: Path, case: Case) -> dict[str, Any]:
 def left_by(run: Path) -> dict[str, Any]:
     """Return the layers, the last state's tensors and the metrics without times."""
     last = max((run / "state").glob("step-*"))
-    found: dict[str, Any] = {str(p.relative_to(run)): p.read_bytes() for p in run.glob("layer*/model.safetensors")}
+    found: dict[str, Any] = {str(p.relative_to(run)): p.read_bytes() for p in run.glob("block*/model.safetensors")}
     found |= {str(path.relative_to(run)): path.read_bytes() for path in last.glob("*.safetensors")}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "tokens_per_second")

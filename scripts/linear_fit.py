@@ -18,11 +18,11 @@ from mxd.model.loading import load_frozen
 from mxd.ops.losses import normalized_mse
 
 
-def activations(model: FrozenModel, layer: int, split: str, tokens: int) -> tuple[Tensor, Tensor]:
+def activations(model: FrozenModel, block: int, split: str, tokens: int) -> tuple[Tensor, Tensor]:
     """Return MLP inputs and outputs of ``tokens`` tokens of a bundled split, special tokens left out."""
     blocks = token_contexts(documents("bundled", split), model.tokenizer)
     masked = special_ids(model.tokenizer)
-    x, y = next(activation_batches(model, [layer], blocks, tokens, tokens, masked)).sites[layer]
+    x, y = next(activation_batches(model, [block], blocks, tokens, tokens, masked)).sites[block]
     return x.double(), y.double()
 
 
@@ -34,14 +34,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40_000)
     args = parser.parse_args()
     model = load_frozen(args.model)
-    for layer in args.layers:
-        x, y = activations(model, layer, "train", args.tokens)
-        held_x, held_y = activations(model, layer, "test", args.tokens // 5)
+    for block in args.blocks:
+        x, y = activations(model, block, "train", args.tokens)
+        held_x, held_y = activations(model, block, "test", args.tokens // 5)
         mean_x, mean_y = x.mean(0), y.mean(0)
         weight = torch.linalg.lstsq(x - mean_x, y - mean_y).solution
         fit = (held_x - mean_x) @ weight + mean_y
         fvu = (held_y - fit).square().sum() / (held_y - held_y.mean(0)).square().sum()
-        print(f"{args.model} layer {layer}: FVU {fvu:.3f}, NMSE {normalized_mse(fit, held_y):.4f}")
+        print(f"{args.model} block {block}: FVU {fvu:.3f}, NMSE {normalized_mse(fit, held_y):.4f}")
 
 
 if __name__ == "__main__":

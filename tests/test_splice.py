@@ -213,7 +213,7 @@ def test_splicing_a_block_twice_is_refused(gpt2, ids):
     with spliced(gpt2, {1: transcoder()}):
         once = gpt2.logits(ids)
         with (
-            pytest.raises(MxdError, match="layer 1 is spliced already"),
+            pytest.raises(MxdError, match="block 1 is spliced already"),
             spliced(gpt2, {0: transcoder(), 1: transcoder()}),
         ):
             pass
@@ -234,14 +234,14 @@ def test_a_splice_is_checked_once_and_entered_often(fresh, ids, monkeypatch):
     assert checked == [1] and not fresh.module._forward_pre_hooks
     with spliced(fresh, {1: layer}, mask={1: [3, 5]}):
         assert torch.equal(fresh.logits(ids), got) and not torch.equal(got, before)
-        with pytest.raises(MxdError, match=r"layer 1 is spliced already"), prepared.entered():
+        with pytest.raises(MxdError, match=r"block 1 is spliced already"), prepared.entered():
             pass
 
 
 def _wrong(case, model, stranger):
     """Return a replacement that does not fit block 1 of the model."""
     return {
-        "layer": (trained_on(model, 2, transcoder()), r"trained for layer 2, not 1; .* check=False"),
+        "layer": (trained_on(model, 2, transcoder()), r"trained for block 2, not 1; .* check=False"),
         "model": (trained_on(stranger, 1, transcoder()), "other weights there .* check=False"),
         "width": (transcoder(16), r"needs widths \(32, 32\), the replacement has \(16, 16\)"),
         "trained width": (trained_on(model, 1, transcoder(16)), r"needs widths \(32, 32\)"),
@@ -281,7 +281,7 @@ def test_the_same_weights_under_another_name_are_accepted(gpt2):
 
 
 def test_no_such_layer(gpt2):
-    with pytest.raises(MxdError, match=r"layer 3 is out of range.*0 \.\.\. 2"), spliced(gpt2, {3: transcoder()}):
+    with pytest.raises(MxdError, match=r"block 3 is out of range.*0 \.\.\. 2"), spliced(gpt2, {3: transcoder()}):
         pass
 
 

@@ -143,7 +143,7 @@ def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
     for name, trained in loaded.items():
         if trained.provenance.block in members:
             raise MxdError(
-                f"--together: two checkpoints replace layer {trained.provenance.block}, the second is {name}."
+                f"--together: two checkpoints replace block {trained.provenance.block}, the second is {name}."
             )
         members[trained.provenance.block] = trained
     return members

@@ -184,7 +184,7 @@ class MeasuredSet:
             "around_special": _beside_ablations(splice.around, zero.around, mean.around),
         }
 
-    def report_layers(self) -> dict[str, dict[str, float]]:
+    def report_blocks(self) -> dict[str, dict[str, float]]:
         """Return the reconstruction of each block's MLP."""
         return {str(number): self.reconstructions[number].report() for number in self.blocks}
 
@@ -255,7 +255,7 @@ def evaluate(
         Name -> of the full splice, where the replacement answers at every position, also at excluded tokens:
         ``ce_base``, ``ce_spliced``, ``ce_increase``, ``loss_recovered``, ``kl``, ``top1_agreement``, standard errors
         ``*_se``, ``tokens``; the same over the same targets with the base MLP answering at excluded tokens, under
-        ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; and for each layer under ``layers``
+        ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; and for each layer under ``blocks``
         the reconstruction and what it is made of (``Account``).
 
     Raises:
@@ -278,7 +278,7 @@ def evaluate(
         ablations = {place: Ablations.of(model, place, means, ids) for place in places}
         base = _second_pass(model, sets.values(), ablations.values(), batches, ids, advance)
         return {
-            name: one.report(base, ablations[one.blocks]) | {"excluded": list(ids), "layers": one.report_layers()}
+            name: one.report(base, ablations[one.blocks]) | {"excluded": list(ids), "blocks": one.report_blocks()}
             for name, one in sets.items()
         }
 

@@ -109,7 +109,7 @@ def evaluate_probing(
     sites = dict(layer_sites)
     for number, _, mask in layer_sites.values():
         if number in neurons:
-            sites.setdefault(f"MLP neurons, layer {number}", (number, "neurons", mask))
+            sites.setdefault(f"MLP neurons, block {number}", (number, "neurons", mask))
     results: dict[str, dict[str, Any]] = {name: {} for name in sites}
     tokens = sum(len(row) for given in read for row in given.ids)
     with progress(f"reading {len(sets)} labelled sets", tokens) as advance:

@@ -41,7 +41,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         if len(list(result["replacements"])) > 1 or what["k"].value is None:
             continue
         layer = str(what["block"].value)
-        nmse = result["layers"][layer][NMSE.key].number()
+        nmse = result["blocks"][layer][NMSE.key].number()
         point = (what["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
         lines.setdefault((_literal(what["method"].text()), layer), []).append(point)
     several = len({layer for _, layer in lines}) > 1
@@ -50,7 +50,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         points.sort()
         ks, errors, increase, deviations = zip(*points, strict=True)
         color, marker = STYLES.get(method, ("black", "x"))
-        style = {"color": color, "marker": marker, "label": f"{method}, layer {layer}" if several else method}
+        style = {"color": color, "marker": marker, "label": f"{method}, block {layer}" if several else method}
         left.plot(ks, errors, **style)
         right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
     for axes, title in ((left, NMSE.label), (right, CE_INCREASE.label)):

@@ -9,7 +9,7 @@ from mxd.common.markdown import grid
 from mxd.common.progress import WIDTH
 from mxd.metrics import DECOMPOSITION, FAITHFULNESS, QUESTIONS, Metric, explained
 
-HEAD = ("method", "layer", "sparsity")
+HEAD = ("method", "block", "sparsity")
 
 
 def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
@@ -31,7 +31,7 @@ def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
 def _head(name: str, result: Mapping[str, Any]) -> list[str]:
     first, *others = result["replacements"]
     if others:
-        return [name, f"{len(result['layers'])} layers", "-"]
+        return [name, f"{len(result['blocks'])} layers", "-"]
     return [first["method"], str(first["block"]), first["sparsity"]]
 
 
@@ -110,7 +110,7 @@ def caption(evaluation: Mapping[str, Any]) -> str:
         for result in evaluation["results"].values()
     }
     listed = "; ".join(
-        f"layer {', '.join(map(str, place))}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
+        f"block {', '.join(map(str, place))}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
         for place, (zero, mean) in ablations.items()
     )
     data = evaluation["data"]

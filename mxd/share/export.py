@@ -74,7 +74,7 @@ def export_model(
 
 
 def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str | Path) -> Path:
-    """Load a base model and checkpoints that replace different layers of it, and export them together.
+    """Load a base model and checkpoints that replace different blocks of it, and export them together.
 
     The model is loaded in the dtype the checkpoints were trained with, and, where it goes by the name they give, at
     the revision they give.
@@ -85,13 +85,13 @@ def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str |
         out: as in ``export_model``.
 
     Raises:
-        MxdError: a damaged checkpoint, two for the same layer, different dtypes, or as ``export_model``.
+        MxdError: a damaged checkpoint, two for the same block, different dtypes, or as ``export_model``.
     """
     loaded: dict[int, Trained] = {}
     for trained in (trained for given in checkpoints for trained in load_layers(given).values()):
-        if (layer := trained.provenance.block) in loaded:
-            raise MxdError(f"two checkpoints replace layer {layer}, {loaded[layer].path} and {trained.path}; give one.")
-        loaded[layer] = trained
+        if (block := trained.provenance.block) in loaded:
+            raise MxdError(f"two checkpoints replace block {block}, {loaded[block].path} and {trained.path}; give one.")
+        loaded[block] = trained
     wanted = {
         (t.provenance.revision if t.provenance.model == model else None, t.provenance.model_dtype)
         for t in loaded.values()

@@ -58,7 +58,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], Written]
 
 
@@ -67,7 +67,7 @@ class Info(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     run_id: str = Field(pattern=HASH)
     """The run that it is of."""
     step: PositiveInt
@@ -264,7 +264,7 @@ def _is_older(place: Path) -> bool:
             said.append(found.get("format") if isinstance(found, dict) else None)
         except (OSError, ValueError):
             said.append(None)
-    return said[0] == said[1] == 2
+    return said[0] == said[1] in (2, 3)
 
 
 def new_run(folder: Path) -> str:

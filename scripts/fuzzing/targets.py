@@ -203,7 +203,7 @@ def layer_set(draw: Draw, root: Path, source: Path) -> Load:
     if draw(st.booleans()):
         for folder in (root / "input").iterdir():
             _fit_hash(folder)
-    pattern = draw(st.sampled_from(("*", "layer0*", "[", "*" * 50, "../*", "\0")))
+    pattern = draw(st.sampled_from(("*", "block0*", "[", "*" * 50, "../*", "\0")))
 
     def load() -> None:
         if pattern == "*":
@@ -434,7 +434,7 @@ def _bomb(draw: Draw, depth: int, width: int) -> str:
             lines.append(f"a{level}: &a{level} {{{named}}}")
         else:
             lines.append(f"a{level}: &a{level} {{<<: [{inner}], y{level}: 1}}")
-    place = draw(st.sampled_from(("replacements", "layers", "run", "data")))
+    place = draw(st.sampled_from(("replacements", "blocks", "run", "data")))
     return "\n".join([*lines, f"{place}: {'[' if kind else ''}*a{depth - 1}{']' if kind else ''}", ""])
 
 
@@ -456,7 +456,7 @@ def yaml_text(draw: Draw, raw: Any, root: Path) -> bytes:
         lists = {f"f{n}": list(range(10)) for n in range(draw(st.sampled_from((2, 5, 12))))}
         text = yaml.safe_dump(raw | {"replacements": [{"method": "mxd", **lists}]})
     elif kind == 9:
-        name = draw(st.sampled_from(("seed", "layers", "run", "training")))
+        name = draw(st.sampled_from(("seed", "blocks", "run", "training")))
         odd = (
             "2026-13-45",
             "0x" + "f" * 99,
@@ -498,7 +498,7 @@ def overrides(draw: Draw, root: Path, raw: Any) -> Load:
     path = root / "input" / "config.yaml"
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(raw))
-    names = ("training.tokens", "layers", "replacements.0.sparsity.k", "replacements", "data.source", "seed", "run")
+    names = ("training.tokens", "blocks", "replacements.0.sparsity.k", "replacements", "data.source", "seed", "run")
     parts = st.sampled_from(("training", "replacements", "0", "²", "١", "9" * 5000, "-1", "", "seed", "x"))
     name = st.sampled_from(names) | st.lists(parts, min_size=1, max_size=4).map(".".join)
     word = st.one_of(
@@ -752,7 +752,7 @@ def hub(folder: Path) -> Any:
     constants.HF_HUB_DISABLE_XET = True
     source = layers(folder)
     files = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
-    return server, source, {name: data for name, data in files.items() if name.startswith("layer1")}
+    return server, source, {name: data for name, data in files.items() if name.startswith("block1")}
 
 
 def download(draw: Draw, root: Path, prepared: Any) -> Load:
@@ -804,7 +804,7 @@ def words(draw: Draw, root: Path, source: Path) -> Load:
         lambda t: localised(t, root)
     )
     name = draw(st.sampled_from(("info", "report", "evaluate", "convert", "steer", "units", "pull", "train", "fields")))
-    options = ("--tokens", "--seed", "--out", "--from", "--to", "--units", "--layer", "--scale", "--judge", "--context")
+    options = ("--tokens", "--seed", "--out", "--from", "--to", "--units", "--block", "--scale", "--judge", "--context")
     odd = texts | numbers.map(str) | st.sampled_from(("0-99999999999999", "1,2,x", "http://[", "sparsify", "9" * 5000))
     given = [name, *draw(st.lists(places, max_size=2))]
     for option in draw(st.lists(st.sampled_from(options), max_size=3)):
@@ -920,7 +920,7 @@ def _spoilt_gguf(draw: Draw, pairs: models.Pairs, tensors: models.Tensors) -> by
 
 
 TARGETS = {
-    "block": Target(layers, one_layer, 40),
+    "layer": Target(layers, one_layer, 40),
     "huge layer": Target(layers, huge_layer, 6),
     "set of layers": Target(layers, layer_set, 4),
     "run state": Target(state, run_state, 15, ("out", "input")),

@@ -77,11 +77,11 @@ def write_layer(folder: Path) -> None:
 def peer(work: Path) -> None:
     """Score the same splice in both ways."""
     write_tasks(work / "tasks")
-    write_layer(work / "run" / "layer0")
+    write_layer(work / "run" / "block0")
     names = ["--lm-eval", "tiny_choice,tiny_perplexity", "--lm-eval-limit", LIMIT, "--lm-eval-include", "tasks"]
-    run(work, "mxd", "evaluate", "run/layer0", *names, "--tokens", "512", "--device", "cpu", "--out", "ours.json")
+    run(work, "mxd", "evaluate", "run/block0", *names, "--tokens", "512", "--device", "cpu", "--out", "ours.json")
     ours = json.loads((work / "ours.json").read_text())["lm_eval"]
-    run(work, "mxd", "export-model", "tiny-gpt2", "run/layer0", "exported")
+    run(work, "mxd", "export-model", "tiny-gpt2", "run/block0", "exported")
     compare(work, "base", harness(work, bundled_path("tiny-gpt2")), ours["base"])
     (spliced,) = ours["spliced"].values()
     compare(work, "exported", harness(work, work / "exported"), spliced)

@@ -22,11 +22,11 @@ DATA = {"source": "org/text:plain@v2", "split": "train", "context": 128}
 MEASURED = {"source": "org/text", "split": "test"}
 
 
-def member(name="", method="mxd", k=3, layer=3, evaluation=None, called="", **fields):
+def member(name="", method="mxd", k=3, block=3, evaluation=None, called="", **fields):
     config = LAYERS[method](num_units=12, sparsity=TopKConfig(k=k)).resolve(MLPShape(8, 8, 16, "gelu_tanh", False))
     known = {"model": "org/base", "revision": COMMIT, "fingerprint": "abc", "tokens": 4000, "data": DATA, "seed": 7}
     known |= {"training": {"recipe": "paper", "steps": 10, "settings": {"lr": 5e-4}}, "versions": {"torch": "2.9"}}
-    return Member(name, config, Provenance(layer=layer, **known | fields), evaluation, called)
+    return Member(name, config, Provenance(block=block, **known | fields), evaluation, called)
 
 
 def measured(*members, data=MEASURED, **numbers):
@@ -45,7 +45,7 @@ def measured(*members, data=MEASURED, **numbers):
         site = {"normalized_mse": 0.25, "fvu": 0.5, "l0": 3.0, "dead_share": 0.125, "routed_share": 0.875}
         result = {"tokens": 5000, "ce_base": 3.5, "ce_zero": 4.5, "ce_increase": 0.0625 + number, "kl": 0.03125}
         result |= {"ce_increase_se": 0.001, "loss_recovered": 0.9, "top1_agreement": 0.95} | numbers
-        results[f"run/{m.name}"] = result | {"layers": {str(m.origin.block): site}, "replacements": [replaced]}
+        results[f"run/{m.name}"] = result | {"blocks": {str(m.origin.block): site}, "replacements": [replaced]}
     return Evaluation.model_validate({"model": "org/base", "data": data, "results": results})
 
 

@@ -343,8 +343,8 @@ def test_a_set_is_not_one_layer_and_a_layer_no_set(hub, single, run):
     with pytest.raises(MxdError, match=r"no layer at 'org/set' matches '\*-k9'; there are: block0-tc-k4, "):
         load_layers("org/set", "*-k9")
     assert list(load_layers("org/one")) == ["one"]
-    with pytest.raises(MxdError, match="no checkpoint at 'org/set/layer7'"):
-        load_layer("org/set/layer7")
+    with pytest.raises(MxdError, match="no checkpoint at 'org/set/block7'"):
+        load_layer("org/set/block7")
 
 
 def test_a_changed_layer_is_pushed_as_it_is_on_disk(hub, single):
@@ -367,7 +367,7 @@ def test_another_revision_of_the_base_model_warns_and_another_model_is_refused(h
         pass
     with pytest.raises(MxdError, match="has other weights there"), spliced(build_model("gpt2", 3), {1: "org/one"}):
         pass
-    with pytest.raises(MxdError, match="trained for layer 1, not 0"), spliced(gpt2, {0: "org/one"}):
+    with pytest.raises(MxdError, match="trained for block 1, not 0"), spliced(gpt2, {0: "org/one"}):
         pass
 
 

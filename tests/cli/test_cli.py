@@ -17,7 +17,7 @@ from mxd.common.errors import MxdError
 
 CONFIG = """
 run: r
-layers: [1]
+blocks: [1]
 model: {source: tiny-gpt2, device: cpu}
 data: {split: validation}
 sizing: {expansion: 9}
@@ -91,7 +91,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
     assert len(results("live")) == 4
     for words, message in (
         (["--seed", "1"], "seed: 0, asked for 1"),
-        (["--blocks", "[0]"], "it has layers 1, asked for 0"),
+        (["--blocks", "[0]"], "it has blocks 1, asked for 0"),
         (["--training.tokens", "2048"], "holds 1,024 tokens, the run asks for 2,048"),
     ):
         code, err = run("other", "--data.cache", str(folder), *words)
@@ -121,7 +121,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
         (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no column 'body'"),
         (["evaluate"], "at least one checkpoint"),
         (["evaluate", "nowhere"], "no checkpoint"),
-        (["evaluate", "nowhere", "--tokens", "0"], "tokens is 0; input should be greater than 0."),
+        (["evaluate", "nowhere", "--tokens", "0"], "tokens is '0'; input should be greater than 0."),
         (["info", "nowhere"], "no checkpoint"),
     ],
 )

@@ -109,7 +109,7 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
         assert got["top1_agreement"] == pytest.approx(over(same[:, :-1].astype(float)), abs=0.01)
     if some_excluded:
         assert found["ce_increase"] != found["around_special"]["ce_increase"]
-    check_reconstruction(found["layers"][str(LAYER)], layer, read[keep], y[keep])
+    check_reconstruction(found["blocks"][str(LAYER)], layer, read[keep], y[keep])
 
 
 def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor
     gate_error = ((target - mean_gate) ** 2).mean(1) / np.linalg.norm(target, axis=1)
     assert found["nmse_mean_gate"] == pytest.approx(gate_error.mean(), rel=1e-3)
     total = dense.sum(1, keepdims=True)
-    p = np.parallel_layout(dense, total, out=np.zeros_like(dense), where=total > 0)
+    p = np.divide(dense, total, out=np.zeros_like(dense), where=total > 0)
     entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(1)
     assert found["effective_units"] == pytest.approx(np.where(total[:, 0] > 0, np.exp(entropy), 0).mean(), rel=1e-4)
 
@@ -162,7 +162,7 @@ def test_the_base_mlp_itself_is_perfectly_faithful(model: FrozenModel, rows: np.
     assert found["kl"] == pytest.approx(0, abs=1e-9)
     assert found["top1_agreement"] == 1
     assert found["loss_recovered"] == pytest.approx(1)
-    assert found["layers"][str(LAYER)]["fvu"] == 0
+    assert found["blocks"][str(LAYER)]["fvu"] == 0
 
 
 def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) -> None:
@@ -181,10 +181,10 @@ def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenMode
     for name, members in sets.items():
         alone = evaluate(model, {name: members}, contexts_of(rows), rows.size, [], forward_contexts=11)[name]
         for key, value in alone.items():
-            if key not in ("layers", "around_special", "excluded"):
+            if key not in ("blocks", "around_special", "excluded"):
                 assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
     assert together["both"]["ce_increase"] > max(together["a"]["ce_increase"], together["b"]["ce_increase"])
-    assert set(together["both"]["layers"]) == {"1", "4"}
+    assert set(together["both"]["blocks"]) == {"1", "4"}
 
 
 def test_evaluation_leaves_the_model_as_it_was(model: FrozenModel, rows: np.ndarray) -> None:
@@ -268,7 +268,7 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     folder = train(parse_config(raw))
     how = FaithfulnessConfig(tokens=512)
     found = answer(open_checkpoints([folder]), how)
-    assert set(found["results"]) == {f"r/layer{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
+    assert set(found["results"]) == {f"r/block{n}-mxd-k{k}" for n in (1, 2) for k in (2, 4)}
     assert found["data"]["split"] == "validation"
     pair = [folder / "block1-mxd-k2", folder / "block2-mxd-k4"]
     both = answer(open_checkpoints(pair, {"context": 64}), how, together=True)
@@ -281,7 +281,7 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
     by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.contexts(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
-    with pytest.raises(MxdError, match="two checkpoints replace layer 1"):
+    with pytest.raises(MxdError, match="two checkpoints replace block 1"):
         answer(open_checkpoints([folder]), how, together=True)
     with pytest.raises(MxdError, match="other weights there"):
         answer(open_checkpoints([folder / "block1-mxd-k2"], model="tiny-neox"), how)
@@ -293,7 +293,7 @@ def test_a_layer_under_training_is_measured_in_eval_mode_and_handed_back(model: 
     config = LAYERS["mxd"](sparsity={"kind": "random_k", "k": 8}).resolve(model.mlp_shape(LAYER))
     layer = size(config, 9).build().train()
     found = evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), rows.size, [])["a"]
-    assert found["layers"][str(LAYER)]["l0"] <= 8
+    assert found["blocks"][str(LAYER)]["l0"] <= 8
     assert int(layer.sparsity.draws) == 0
     assert layer.training
 

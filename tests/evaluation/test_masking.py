@@ -134,10 +134,10 @@ def test_a_mask_for_good_and_its_gradients(build_model, ids):
 def test_wrong_masks_are_refused_before_anything_changes(gpt2, ids):
     before, layer = gpt2.logits(ids), layer_for(gpt2, 1)
     for replacements, mask, message in (
-        ({1: layer}, {2: [0]}, "mask names layer 2; spliced are: 1"),
-        ({1: layer}, {1: [0, UNITS]}, r"layer 1 has units 0 \.\.\. 39, got 40"),
-        ({1: layer}, {1: [-1]}, r"layer 1 has units 0 \.\.\. 39, got -1"),
-        ({1: torch.nn.Identity()}, {1: [0]}, "the Identity at layer 1 has no units"),
+        ({1: layer}, {2: [0]}, "mask names block 2; spliced are: 1"),
+        ({1: layer}, {1: [0, UNITS]}, r"block 1 has units 0 \.\.\. 39, got 40"),
+        ({1: layer}, {1: [-1]}, r"block 1 has units 0 \.\.\. 39, got -1"),
+        ({1: torch.nn.Identity()}, {1: [0]}, "the Identity at block 1 has no units"),
     ):
         with pytest.raises(MxdError, match=message), spliced(gpt2, replacements, mask=mask):
             pass
@@ -473,7 +473,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert code == 0, err
     assert "[b]animals" in out and "own, random" in out
     results = json.loads((tmp_path / "masking.json").read_text())["results"]
-    assert set(results) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
+    assert set(results) == {f"{tmp_path.name}/block1", f"{tmp_path.name}/block2"}
     assert all(result["domains"] == ["[b]animals", "[b]laws", "[b]numbers"] for result in results.values())
     scored = write_table(tmp_path / "scored.csv", [{"text": t, "score": "1" in t} for t in MANY])
     code, out, err = mxd(capsys, "mask", tmp_path, "--scores", scored, "--together", "--thresholds", "0.3")
@@ -482,7 +482,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert result["thresholds"] == [0.3] and {one["block"] for one in result["leading"]} == {1, 2}
     assert "correlation" in out and "low, random" in out and "by chance" in out and result["units"][0] > 0
     first = result["leading"][0]
-    said = f"block {first['layer']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"
+    said = f"block {first['block']}: {first['correlation']:+.2f}, {first['correlation_texts']:+.2f}"
     assert said in write_report(tmp_path)[1].read_text()
     for words, message in (
         ([], "give either labelled texts"),

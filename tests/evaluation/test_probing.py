@@ -116,10 +116,10 @@ def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained
         "tc": by_hand(model, given, lambda ids: members["tc"].layer.pre_activations(model.record(ids, [1])[1][0])),
         "sae": by_hand(model, given, lambda ids: members["sae"].layer.pre_activations(model.record(ids, [1])[1][1])),
         "up": by_hand(model, given, lambda ids: members["up"].layer.pre_activations(model.record(ids, [3])[3][0])),
-        "MLP neurons, layer 1": by_hand(model, given, hidden),
+        "MLP neurons, block 1": by_hand(model, given, hidden),
     }
     handle.remove()
-    assert set(found) == {*features, "MLP neurons, layer 3"}
+    assert set(found) == {*features, "MLP neurons, block 3"}
     for name, values in features.items():
         result = found[name]["some"]
         assert (result["n_train"], result["n_test"], result["texts"], result["skipped"]) == (48, 12, 60, 0)

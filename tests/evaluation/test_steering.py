@@ -380,7 +380,7 @@ def checkpoint(tmp_path, trained_gpt2):
     trained = trained_layer(trained_gpt2, MxDConfig)
     data = {"source": "bundled", "split": "train"}
     provenance = trained.provenance.model_copy(update={"model": "tiny-gpt2", "data": data})
-    return save_layer(tmp_path / "layer1", trained.layer, provenance)
+    return save_layer(tmp_path / "block1", trained.layer, provenance)
 
 
 def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, capsys, monkeypatch):
@@ -418,9 +418,9 @@ def test_mxd_probe_writes_what_units_and_neurons_know(checkpoint, tmp_path, caps
     path.write_text("\n".join(map(json.dumps, rows)))
     words = ("--set", path, "--text-column", "t", "--label-column", "c", "--device", "cpu", "--last")
     code, out, _ = mxd(capsys, "probe", checkpoint, *words)
-    assert code == 0 and "own: 2 classes, sample level, 19 + 5 texts" in out and "MLP neurons, layer 1" in out
+    assert code == 0 and "own: 2 classes, sample level, 19 + 5 texts" in out and "MLP neurons, block 1" in out
     document = json.loads((checkpoint / "probing.json").read_text())
-    assert set(document["results"]) == {f"{tmp_path.name}/layer1", "MLP neurons, layer 1"}
+    assert set(document["results"]) == {f"{tmp_path.name}/block1", "MLP neurons, block 1"}
     for result in document["results"].values():
         assert result["own"]["side"] == "last" and set(result["own"]["classes"]) == {"grain", "law"}
     assert document["asked"]["sets"] == [str(path)] and document["asked"]["seed"] == 42

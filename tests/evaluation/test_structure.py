@@ -9,7 +9,7 @@ from small_layers import UNITS, K, contexts_of, dense_code, layer_for, trained_o
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
-from mxd.evaluation import structure
+from mxd.evaluation import ranks as ranks_module
 from mxd.evaluation.ranks import weight_ranks
 from mxd.evaluation.structure import evaluate_structure, leading_units
 from mxd.evaluation.walk import streamed
@@ -40,7 +40,7 @@ def normalized_rank(layer, first=UNITS):
 @pytest.mark.parametrize("numbers", [2**23, 5000, 1])
 def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
     """However many weights are looked at together."""
-    monkeypatch.setattr(structure, "RANK_NUMBERS", numbers)
+    monkeypatch.setattr(ranks_module, "RANK_NUMBERS", numbers)
     layer = layer_for(gpt2, 1, method)
     weights = [layer.unit_weight(n).detach().numpy() for n in range(UNITS)]
     ranks = [np.linalg.matrix_rank(weight) / min(weight.shape) for weight in weights]
@@ -79,7 +79,7 @@ def test_experts_of_cp_mumoe_have_rank_r_at_most(gpt2, rank):
 
 
 def test_progress_is_told_of_every_unit(gpt2, monkeypatch):
-    monkeypatch.setattr(structure, "RANK_NUMBERS", 3 * 128 * 32)
+    monkeypatch.setattr(ranks_module, "RANK_NUMBERS", 3 * 128 * 32)
     told = []
     weight_ranks(layer_for(gpt2, 1), range(20), told.append)
     assert sum(told) == 20 and max(told) == 3
@@ -170,7 +170,7 @@ def test_mistakes_are_named(gpt2, rows):
 def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 32}
     one = trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1), model="tiny-gpt2", data=data)
-    save_layer(tmp_path / "layer1", one.layer, one.provenance)
+    save_layer(tmp_path / "block1", one.layer, one.provenance)
     words = ["--tokens", "256", "--experts", "5", "--prompt", "The army", "--prompt", "In 1990", "--device", "cpu"]
     code, out, err = mxd(capsys, "structure", tmp_path, *words)
     assert code == 0, err

@@ -297,11 +297,11 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     code, out, err = mxd(capsys, "units", tmp_path, *words)
     assert code == 0, err
     document = json.loads((tmp_path / "units.json").read_text())
-    assert set(document["results"]) == {f"{tmp_path.name}/layer1", f"{tmp_path.name}/layer2"}
+    assert set(document["results"]) == {f"{tmp_path.name}/block1", f"{tmp_path.name}/block2"}
     assert document["tokens_asked"] == 1024 and document["seed"] == 0
     for result in document["results"].values():
         assert list(result["units"]) == ["3", "7"] and len(result["rates"]) == UNITS
         assert result["tokens"] < 1024
-    assert "units.json" in out and f"{tmp_path.name}/layer2" in out and "dead" in out
+    assert "units.json" in out and f"{tmp_path.name}/block2" in out and "dead" in out
     code, _, err = mxd(capsys, "units", tmp_path, "--units", "3;7")
     assert code == 1 and "expected numbers divided by commas" in err

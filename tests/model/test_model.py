@@ -331,7 +331,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_layer_out_of_range_names_the_layers(gpt2, ids):
     for layer in (3, -1):
-        with pytest.raises(MxdError, match=rf"layer {layer} is out of range.*0 \.\.\. 2"):
+        with pytest.raises(MxdError, match=rf"block {layer} is out of range.*0 \.\.\. 2"):
             gpt2.record(ids, [layer])
 
 

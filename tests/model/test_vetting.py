@@ -192,7 +192,7 @@ def test_an_adapter_is_refused(folder):
     [
         ({"n_layer": 300_000}, "its config sets n_layer to more than 10,000"),
         ({"n_layer": 9_000}, "asks for more than 32,768 weights, and its files hold 28 tensors of 4,096 values in all"),
-        ({"n_layer": -1}, "layer 0 is out of range"),
+        ({"n_layer": -1}, "block 0 is out of range"),
         ({"n_layer": "2"}, r"transformers can make nothing of its files .*n_layer.*expected int, got str"),
         ({"n_layer": [2]}, "transformers can make nothing of its files"),
         ({"n_embd": 2**20}, r"asks for more than [\d,]+ weights, and its files hold 28 tensors"),

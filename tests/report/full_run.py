@@ -73,7 +73,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
     for kind, make in makers.items():
         results = {name: make(rng, short, n) for n, (name, short) in enumerate(names.items())}
         if kind == "probing":
-            results["MLP neurons, layer 1"] = probed(rng, "", 3)
+            results["MLP neurons, block 1"] = probed(rng, "", 3)
         data = {"source": "made-up text", "split": "validation"}
         write_json(folder / f"{kind}.json", {"model": "made-up", "data": data, "results": results})
     return folder
@@ -113,7 +113,7 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "kl": 0.02,
         "kl_se": 0.001,
         "top1_agreement": 0.95,
-        "layers": {"1": site},
+        "blocks": {"1": site},
         "replacements": [what],
     }
 

@@ -96,7 +96,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
     assert everything == {"trained", "training"}.union(*titles.values())
     folder = tmp_path / "made-up"
     folder.mkdir()
-    for path in run.glob("layer*"):
+    for path in run.glob("block*"):
         (folder / path.name).symlink_to(path)
     for kind in titles:
         (folder / f"{kind}.json").symlink_to(run / f"{kind}.json")
@@ -296,7 +296,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
         (folder / path.name).symlink_to(path)
     document = json.loads((run / "faithfulness.json").read_text())
     result = next(iter(document["results"].values()))
-    result |= {"layers": {"1": result["blocks"]["1"], "2": result["blocks"]["1"]}}
+    result |= {"blocks": {"1": result["blocks"]["1"], "2": result["blocks"]["1"]}}
     result["replacements"] *= 2
     write_json(folder / "faithfulness-together.json", document | {"results": {"together": result}})
     shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
@@ -306,7 +306,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
 def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):
     folder = tmp_path / "made-up"
     folder.mkdir()
-    for path in run.glob("layer*"):
+    for path in run.glob("block*"):
         (folder / path.name).symlink_to(path)
     document = json.loads((run / "faithfulness.json").read_text())
     name = next(iter(document["results"]))

@@ -31,7 +31,7 @@ def result(method: str, k: int | None, layer: int, increase: float) -> dict:
         "kl": 0.02,
         "top1_agreement": 0.9,
         "around_special": {"ce_increase": increase / 2},
-        "layers": {str(layer): metrics},
+        "blocks": {str(layer): metrics},
         "replacements": [what],
     }
 
@@ -54,7 +54,7 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
     faithful, decomposed = tables(found)
     assert first(faithful) == {
         "method": "MxD",
-        "layer": "2",
+        "block": "2",
         "sparsity": "k4",
         "params": "1,000",
         "NMSE": "0.0100",
@@ -82,14 +82,14 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
     for width in (1, 50, 80, 160, 1000):
         narrow = terminal_tables(found, width)
         heads = [[column.header for column in table.columns] for table in narrow]
-        assert all(head[:3] == ["method", "layer", "sparsity"] and len(head) > 3 for head in heads)
+        assert all(head[:3] == ["method", "block", "sparsity"] and len(head) > 3 for head in heads)
         assert [name for head in heads for name in head[3:]] == [name for rows in tables(found) for name in rows[0][3:]]
         assert sum(table.title is not None for table in narrow) == 2
         assert width < 50 or max(Console(width=2000).measure(table).maximum for table in narrow) <= width
     assert [row[2] for row in faithful[1:]] == [row[2] for row in decomposed[1:]] == ["k4", "k8", "k16"]
     markdown = markdown_tables(found)
     assert markdown.count("| TC | 3 | k8 |") == 2 and "*fixed*: NMSE when" in markdown
-    assert "layer 2: zero-ablated 5.0000" in caption(found) and "layer 3" in caption(found)
+    assert "block 2: zero-ablated 5.0000" in caption(found) and "block 3" in caption(found)
 
 
 def test_several_layers_at_once_are_one_row_of_averages() -> None:
@@ -120,7 +120,7 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
     path = frontier(evaluation(found), tmp_path / "f.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     labels = [label for label, _ in drawn if label]
-    assert labels == ["MxD, layer 2", "TC, layer 3"]
+    assert labels == ["MxD, block 2", "TC, block 3"]
     assert list(drawn[0][1][0]) == [4, 8]
 
 
@@ -131,7 +131,7 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
         (lambda found: found.update(model=3), r"faithfulness.json#/model is not a text"),
         (lambda found: found["results"]["a"].update(replacements=[]), r"#/results/a/replacements has no 0"),
         (lambda found: found["results"]["a"]["replacements"][0].pop("k"), r"#/results/a/replacements/0 has no 'k'"),
-        (lambda found: found["results"]["a"].update(layers={}), r"#/results/a/layers has no '2'"),
+        (lambda found: found["results"]["a"].update(blocks={}), r"#/results/a/blocks has no '2'"),
         (lambda found: found["results"]["a"].update(ce_increase="x"), r"#/results/a/ce_increase is not a number"),
     ],
     ids=range(6),
@@ -175,7 +175,7 @@ def test_tables_on_the_terminal_are_named_as_on_the_page() -> None:
     table = structure_table({"results": {"a": ranks}})
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells == {
-        "block": ["a"],
+        "layer": ["a"],
         NORMALIZED_RANK.title: ["0.5000"],
         RANKED.title: ["1,200"],
         "shape": ["3 x 4"],

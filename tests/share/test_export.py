@@ -59,7 +59,7 @@ def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0, **
 
 
 def trained_on(model, number, layer, **fields):
-    known = {"model": model.source, "revision": None, "layer": number, "fingerprint": model.fingerprint(number)}
+    known = {"model": model.source, "revision": None, "block": number, "fingerprint": model.fingerprint(number)}
     return Trained(layer, Provenance(**known, **fields), Path())
 
 
@@ -261,7 +261,7 @@ def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tm
     assert config["model_type"] == "mxd_gpt2"
     assert config["mxd"]["base"]["class"] == "GPT2LMHeadModel"
     assert config["mxd"]["versions"]["mxd"] == mxd.__version__
-    assert config["mxd"]["blocks"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
+    assert config["mxd"]["layers"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
     assert load(tmp_path / "out").config.mxd == config["mxd"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| 1 | MxD | k5 | 48 |" in card and "trust_remote_code=True" in card
@@ -323,8 +323,8 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing_behind(build_mode
     cases = [
         (gpt2, {}, "nothing to export"),
         (gpt2, {1: torch.nn.Linear(32, 32)}, "cannot export a Linear"),
-        (gpt2, {3: layer}, "layer 3 is out of range"),
-        (gpt2, {2: trained_on(gpt2, 1, layer)}, "trained for layer 1, not 2"),
+        (gpt2, {3: layer}, "block 3 is out of range"),
+        (gpt2, {2: trained_on(gpt2, 1, layer)}, "trained for block 1, not 2"),
         (fresh, {1: layer}, "spliced already"),
         (load(plain), {1: layer}, "cannot export.*SplicedForCausalLM"),
     ]
@@ -400,8 +400,8 @@ def test_checkpoints_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_p
     ("words", "message"),
     [
         (["tiny-gpt2", "OUT"], "MODEL CHECKPOINT... OUT"),
-        (["tiny-gpt2", "RUN/layer1", "RUN/layer1", "OUT"], "two checkpoints replace layer 1"),
-        (["tiny-llama", "RUN/layer1", "OUT"], "other weights there"),
+        (["tiny-gpt2", "RUN/block1", "RUN/block1", "OUT"], "two checkpoints replace block 1"),
+        (["tiny-llama", "RUN/block1", "OUT"], "other weights there"),
         (["tiny-gpt2", "nowhere", "OUT"], "no checkpoint at"),
         (["no-such-model", "RUN", "OUT"], "cannot load base model"),
     ],
@@ -421,7 +421,7 @@ def test_checkpoints_of_different_dtypes_are_refused(trained_gpt2, tmp_path):
         provenance = trained_on(trained_gpt2, number, layer, model_dtype=dtype).provenance
         save_layer(tmp_path / f"block{number}", layer, provenance)
     with pytest.raises(MxdError, match="different revisions or dtypes"):
-        export_checkpoints("tiny-gpt2", [tmp_path / "layer1", tmp_path / "layer2"], tmp_path / "out")
+        export_checkpoints("tiny-gpt2", [tmp_path / "block1", tmp_path / "block2"], tmp_path / "out")
 
 
 # docs/interop.md

@@ -28,7 +28,7 @@ def trained(tmp_path, gpt2):
         raw = {"run": name, "out": str(tmp_path), "blocks": [1], "replacements": METHODS}
         raw |= {"data": {"source": str(tmp_path / "train.txt"), "split": "train", "context": 16}, "training": training}
         folder = train(parse_config(raw), model=gpt2)
-        return {path.parent.name: load_file(path) for path in folder.glob("layer*/model.safetensors")}
+        return {path.parent.name: load_file(path) for path in folder.glob("block*/model.safetensors")}
 
     return run
 

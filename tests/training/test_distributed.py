@@ -107,7 +107,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("layer*/model.safetensors"))
+    files = sorted(folder.glob("block*/model.safetensors"))
     return {f"{file.parent.name}/{k}": v for file in files for k, v in load_file(file).items()}
 
 

@@ -144,7 +144,7 @@ def test_another_tokenizer(stopped, gpt2, tokenizer):
         ({"data": {"bos_constant": False}}, "data.bos_constant was True, is False"),
         ({"training": {"recipe": "fast"}}, "training.recipe was 'short', is 'fast'"),
         ({"training": {"lr": 0.1}}, "training.lr was None, is 0.1"),
-        ({"blocks": [2]}, "layers.0 was 1, is 2"),
+        ({"blocks": [2]}, "blocks.0 was 1, is 2"),
         (
             {"replacements": [{"method": "transcoder", "num_units": 64, "sparsity": {"kind": "topk", "k": 5}}]},
             "replacements.0.sparsity.k was 4, is 5",
@@ -357,7 +357,7 @@ def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, s
 
 
 def test_a_layer_says_what_it_was_trained_on(whole, gpt2, tmp_path):
-    (folder,) = whole.glob("layer*")
+    (folder,) = whole.glob("block*")
     provenance = load_layer(folder).provenance
     assert provenance.base_fingerprint == gpt2.base_fingerprint()
     config = load_config(whole / "config.yaml")
@@ -413,4 +413,4 @@ def test_weights_and_moments_that_are_not_finite_are_not_saved(tmp_path, gpt2, s
     with pytest.raises(MxdError, match=rf"diverged before step {step}: {name}.* is not finite\..* {kept}"):
         train(config, model=gpt2)
     assert sorted(path.name for path in config.folder.glob("state/*")) == [f"step-{n:09d}" for n in good]
-    assert not list(config.folder.glob("layer*"))
+    assert not list(config.folder.glob("block*"))

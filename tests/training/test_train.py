@@ -48,7 +48,7 @@ def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
         own = [line for line in lines if line["replacement"] == path.name]
         assert own[-1]["normalized_mse"] < own[0]["normalized_mse"], path.name
         assert trained.provenance.tokens == 512 * 32
-        assert trained.provenance.block == int(path.name.removeprefix("layer")[0])
+        assert trained.provenance.block == int(path.name.removeprefix("block")[0])
         assert trained.provenance.excluded_ids == ()
         assert trained.layer.bos_in is not None and trained.layer.bos_in.any()
     assert {p.name.split("-")[1] for p in layers} == {"mxd", "stc", "cp", "sae"}
@@ -92,7 +92,7 @@ def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -
         is None
     )
     poison = model.mlp(2).register_forward_hook(lambda mlp, args, out: out * (float("nan") if out.shape[1] == 1 else 1))
-    with pytest.raises(MxdError, match="layer 2: an activation is not finite in 1 of 1 tokens, first at token id 0"):
+    with pytest.raises(MxdError, match="block 2: an activation is not finite in 1 of 1 tokens, first at token id 0"):
         train(small(tmp_path, run="poisoned"), model=model)
     poison.remove()
 
@@ -247,7 +247,7 @@ def test_poisoned_activations_stop_the_run_and_lose_nothing(tmp_path: Path) -> N
 
     model.mlp(2).register_forward_hook(poison)
     config = small(tmp_path, training={"save_every": 1000, "tokens": 512 * 40})
-    with pytest.raises(MxdError, match="layer 2: an activation is not finite"):
+    with pytest.raises(MxdError, match="block 2: an activation is not finite"):
         train(config, model=model)
     saved = sorted((config.folder / "state").glob("step-*"))
     assert saved and saved[-1].name > "step-000000000"
@@ -468,7 +468,7 @@ def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
         assert b["l0"] == pytest.approx(a["l0"], rel=0.02)
     for name in ("block2-mxd-k8", "block2-mxd-randomk8"):
         a, b = (read_config(folder / name) for folder in folders.values())
-        assert a["block"] == b["block"]
+        assert a["layer"] == b["layer"]
         assert (a["provenance"]["training"]["candidates"], b["provenance"]["training"]["candidates"]) == tuple(folders)
         a, b = (load_file(folder / name / "model.safetensors") for folder in folders.values())
         assert {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}

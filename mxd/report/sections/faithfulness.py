@@ -70,7 +70,7 @@ def _ablated(found: Results) -> str:
 
 def _value(result: Node, key: str) -> Node | None:
     """Return a metric of a splice, or of its one layer."""
-    layers = [node for _, node in result["layers"].items()]
+    layers = [node for _, node in result["blocks"].items()]
     nodes = [result, *layers] if len(layers) == 1 else [result]
     return next((value for node in nodes if (value := node.follow(key)) is not None), None)
 
@@ -174,7 +174,7 @@ def _variants(found: Results) -> list[Part]:
         key = slots([method])[method]
         rows = []
         for replacement, result in here:
-            node = result["layers"][str(layer)][NMSE.key]
+            node = result["blocks"][str(layer)][NMSE.key]
             rows.append((replacement.variant, [(key, Point(node.number(), 0.0, source=node.source))]))
         panels.append(dots(f"{method}, block {layer}, {here[0][0].budget}", Axis(NMSE.label, low=0.0), rows))
     title = "Variants of one method side by side; further left is more faithful. After figure 19 of the MxD paper."

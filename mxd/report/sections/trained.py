@@ -46,7 +46,7 @@ def _table(run: Run) -> Table:
             [
                 Cell(layer.name),
                 Cell(layer.config.label, f"{where}/layer/method"),
-                Cell(str(provenance.block), f"{where}/provenance/layer"),
+                Cell(str(provenance.block), f"{where}/provenance/block"),
                 Cell(layer.config.sparsity.slug, f"{where}/layer/sparsity"),
                 Cell(f"{layer.config.num_units:,}", f"{where}/layer/num_units"),
                 Cell(f"{layer.config.num_params:,}"),

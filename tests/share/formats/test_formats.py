@@ -147,7 +147,7 @@ def test_another_base_model_is_refused_on_the_way_back(base, make, folder_of, tm
     layers = {"a": make(base, tmp_path, 0, sparsity=RELU if tool == "saelens" else TOPK)}
     export_layers(layers, base, rows, tmp_path / "out", tool, tokens=256)
     other = folder_of("gpt2", seed=7)
-    with pytest.raises(MxdError, match=r"was trained for layer 0 of .* \(MLP fingerprint"):
+    with pytest.raises(MxdError, match=r"was trained for block 0 of .* \(MLP fingerprint"):
         import_layers(tmp_path / "out", tmp_path / "back", tool, model=other, device="cpu")
     with pytest.raises(MxdError, match="has other weights there"):
         export_layers(layers, load_frozen(other, device="cpu"), rows, tmp_path / "again", tool)
@@ -221,7 +221,7 @@ def test_every_architecture_of_saelens_is_read(gpt2_folder, x, tmp_path, archite
         ({"architecture": "skip_transcoder"}, "not those of a skip_transcoder"),
         ({"metadata": {"hook_name": "blocks.1.hook_resid_mid"}}, "choose one of: mlp.hook_in"),
         ({"metadata": {"hook_name_out": "blocks.2.hook_mlp_out"}}, "reads block 1 and writes block 2"),
-        ({"metadata": {"hook_name": "blocks.7.mlp.hook_in"}}, "layer 7 is out of range"),
+        ({"metadata": {"hook_name": "blocks.7.mlp.hook_in"}}, "block 7 is out of range"),
         ({"metadata": {"hook_name": "blocks.1.ln2.hook_normalized"}}, "Say which: --input mlp_in"),
     ],
 )
@@ -494,7 +494,7 @@ def test_model_and_block_are_stated_or_read_and_must_agree(theirs, gpt2_folder, 
     assert (about.block, about.model, about.excluded_ids, about.tokens) == (1, gpt2_folder, (), 0)
     assert about.fingerprint == load_frozen(gpt2_folder, device="cpu").fingerprint(1)
     unnamed = theirs.rename(theirs.parent / "mine")
-    with pytest.raises(MxdError, match="does not say which block it replaces; give it: --layer"):
+    with pytest.raises(MxdError, match="does not say which block it replaces; give it: --block"):
         import_layers(unnamed, tmp_path / "more", "sparsify", gpt2_folder, device="cpu")
     (found,) = import_layers(unnamed, tmp_path / "more", "sparsify", gpt2_folder, block=0, device="cpu")
     assert load_layer(found.path).provenance.block == 0
