@@ -1,4 +1,5 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each sets up .venv first.
+# `make test-all` also runs the long tests: launches of many processes, killed runs, whole commands.
 # The tests of the report's page need a Chromium and are skipped without; `make browser` installs one where it can.
 PYTHON ?= python3
 VENV := .venv
@@ -6,13 +7,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 HAS_BROWSER := $(PYTHON) -c 'import sys; sys.path.insert(0, "tests/report"); import chromium; sys.exit(not chromium.find_browser())'
 
-.PHONY: demo test browser check format clean
+.PHONY: demo test test-all browser check format clean
 
 demo: $(READY)
 	$(BIN)/mxd demo
 
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not long"
+
+test-all: $(READY)
+	$(PYTEST)
 
 # Only as root and from the system's own packages, and never a reason to fail: without a browser its tests are skipped.
 browser:
@@ -25,7 +31,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_imports.py
+	$(BIN)/python -m pytest tests/test_imports.py tests/test_docstrings.py
 
 format: $(READY)
 	$(BIN)/ruff format .

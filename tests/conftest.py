@@ -31,6 +31,13 @@ _KINDS = {
 }
 
 
+def pytest_configure(config):
+    """One thread for each of several processes that share the cores, and for whatever they start."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _token_folder(tmp_path_factory):
     """Tokenised text is kept for this test run only."""

@@ -402,6 +402,7 @@ def test_a_config_with_a_secret_in_it_is_refused(secrets, tmp_path, field):
         assert not [secret for secret in secrets if secret in str(caught.value)]
 
 
+@pytest.mark.long
 def test_nothing_a_command_writes_or_prints_holds_a_secret(secrets, tmp_path, layer):
     """Commands that fail, with secrets in the environment, in URLs and where keys belong."""
     url = "https://me:pa55word@127.0.0.1:1/v1?key=querysecret"
@@ -470,6 +471,7 @@ def test_a_console_shows_text_as_text_and_keeps_its_own_styles(monkeypatch, term
     assert len(widths) == 1 and max(widths) == len(printable(HOSTILE)) + 4  # no cell is cut
 
 
+@pytest.mark.long
 def test_no_command_hands_on_a_control_character(tmp_path, capsys, trained_gpt2):
     """Those of a config's provenance, of names on the disk, of prompts and of texts."""
     run = tmp_path / f"run {HOSTILE.replace('/', '')}"
@@ -525,6 +527,7 @@ def test_words_of_commands_are_quoted():
 # The fuzz
 
 
+@pytest.mark.long
 def test_a_short_fuzz_finds_nothing(tmp_path):
     """A part of it that takes seconds; `python scripts/fuzz.py` is the whole."""
     names = ["layer", "huge layer", "run state", "config", "overrides", "labelled set", "text", "base model"]
@@ -539,6 +542,7 @@ def test_a_short_fuzz_finds_nothing(tmp_path):
     assert counts["inputs"] >= 250 and counts["refused"] >= 100
 
 
+@pytest.mark.long
 def test_the_fuzz_finds_what_is_there(tmp_path):
     """With a hole made on purpose: a loader that runs pickles."""
     sitecustomize = "import mxd.artifacts.folders as c, pickle\nold = c.read_json\n"

@@ -11,6 +11,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = ["--training.tokens", "2048", "--training.batch_tokens", "512", "--training.buffer_tokens", "1024"]
 
 
+@pytest.mark.long
 def test_the_python_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -31,6 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, *words: str)
     return json.loads(file.read_text())
 
 
+@pytest.mark.long
 def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 8)
     monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
@@ -41,6 +42,7 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["rows proposed for"] % 4096 == 0
 
 
+@pytest.mark.long
 def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
@@ -59,6 +61,7 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert rows[0]["normalized_mse"][0] != rows[0]["normalized_mse"][1]
 
 
+@pytest.mark.long
 def test_study_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
@@ -91,6 +94,7 @@ def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert numbers["characters"]["documents"] == 2
 
 
+@pytest.mark.long
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
     assert found["settings"]["candidates"] == "bfloat16"

@@ -794,6 +794,7 @@ def test_names_of_downloaded_layers(hub, run, single):
 # Commands
 
 
+@pytest.mark.long
 def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys):
     layer = TranscoderConfig(d_in=128, d_out=128, num_units=256, sparsity=TopKConfig(k=8)).build()
     data = {"source": "bundled", "split": "validation", "context": 32}
@@ -825,6 +826,7 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
     assert contents(Path("mine/block2-tc-k8")).keys() == contents(folder).keys()
 
 
+@pytest.mark.long
 def test_the_endpoint_is_set_by_its_environment_variable(hub, single, tmp_path):
     """In a process of its own, as a user has it: nothing is patched."""
     script = (

@@ -54,6 +54,7 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert code == 0 and (tmp_path / "e.json").exists()
 
 
+@pytest.mark.long
 def test_generate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert mxd(capsys, "train", str(config))[0] == 0
     single = str(tmp_path / "r" / "block1-mxd-k2")
@@ -212,6 +213,7 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.long
 def test_demo_leaves_table_and_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

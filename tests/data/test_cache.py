@@ -334,6 +334,7 @@ for folder, number, workers in zip(*[iter(sys.argv[1:])] * 3):
 """
 
 
+@pytest.mark.long
 def test_workers_at_the_same_time_one_of_them_killed(tmp_path, monkeypatch):
     """Three processes, of which one is killed half-way; two workers write the rest."""
     script, folder, once = tmp_path / "worker.py", tmp_path / "c", tmp_path / "once"
@@ -1206,6 +1207,7 @@ def test_a_text_too_short_is_refused_in_caching(tmp_path, gpt2, text):
         cache_activations(run(tmp_path, text, data={"context": 100_000}), tmp_path / "c", gpt2)
 
 
+@pytest.mark.long
 def test_a_run_mixes_a_cache_of_another_seed_and_batch_size(tmp_path, gpt2, text, cached, monkeypatch):
     """It may read more tokens than the cache holds, and goes on after a stop exactly as if it had not stopped."""
     fields = {

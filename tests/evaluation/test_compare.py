@@ -56,6 +56,7 @@ def test_every_question_has_a_config_and_an_answer():
         assert list(inspect.signature(answer).parameters)[:2] == ["subject", "how"], question
 
 
+@pytest.mark.long
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     folder = compare(run(tmp_path, list(QUESTIONS)))
     names = {f"r/block1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
@@ -78,6 +79,7 @@ def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_
     assert opened == [{}]  # the text is that of `mxd evaluate`, for datasets without a held-out split, too
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
@@ -102,6 +104,7 @@ def test_an_interrupted_comparison_goes_on_and_keeps_what_it_had(tmp_path, monke
     assert answers(folder) == after
 
 
+@pytest.mark.long
 def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
     folder = compare(run(tmp_path, ["faithfulness", "generation"]))
     before = answers(folder)

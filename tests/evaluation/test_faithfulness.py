@@ -221,6 +221,7 @@ def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows
     assert found["()"]["excluded"] == special_ids(model.tokenizer)
 
 
+@pytest.mark.long
 def test_with_its_constant_a_layer_answers_at_bos_as_the_mlp_does(model: FrozenModel) -> None:
     """Where BOS is the only special token, both splices are then one."""
     from mxd.data.contexts import token_contexts
@@ -251,6 +252,7 @@ def test_errors(model: FrozenModel, rows: np.ndarray) -> None:
         evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), 100, range(5000))
 
 
+@pytest.mark.long
 def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     from mxd.config import parse_config
     from mxd.evaluation.checkpoints import open_checkpoints, save_results

@@ -132,6 +132,7 @@ def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained
         assert result["mean_f1"] == pytest.approx(np.mean([c["f1"] for c in result["classes"].values()]))
 
 
+@pytest.mark.long
 def test_pooling_and_cutting_are_right_for_every_family_side_and_level(family):
     masked = (0, *family.tokenizer(" the")["input_ids"])
     layer = trained_layer(family, masked=masked).layer

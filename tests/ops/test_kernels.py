@@ -196,6 +196,7 @@ for kernel in (kernels._gather_sum, kernels._gather_dot, kernels._scatter_rows):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tests above compile them")
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     pytest.importorskip("triton")

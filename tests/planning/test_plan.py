@@ -144,6 +144,7 @@ def test_half_precision_halves_the_base_model_alone(tmp_path: Path) -> None:
     assert b["activations"] == a["activations"]
 
 
+@pytest.mark.long
 def test_batches_are_split_in_as_few_parts_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {"batch_tokens": 4096, "buffer_tokens": 4096, "tokens": 8192}
     dense = [{"method": "transcoder", "sparsity": {"kind": "relu_l1"}}]  # whose codes are as large as can be
@@ -234,6 +235,7 @@ def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
     assert saved == pytest.approx(rounded.rounded * (1 / 1e9 - 1 / 4e9))
 
 
+@pytest.mark.long
 def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:
     config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:1])
     plan = plan_run(config, world=2)

@@ -182,6 +182,7 @@ def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run)
     assert "+0.1250 ± 0.0100" in twin and r"\#1, block 1: +0.38, +0.75" in twin
 
 
+@pytest.mark.long
 def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):
     folder = fill(tmp_path / "big", ks=(32,))
     document = json.loads((folder / "units.json").read_text())

@@ -208,6 +208,7 @@ save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
 """
 
 
+@pytest.mark.long
 def test_it_loads_and_saves_again_where_mxd_is_not_installed(exported, gpt2, ids, tmp_path):
     script = WITHOUT_MXD.replace("__IDS__", str(ids.tolist())).replace("__GREEDY__", str(GREEDY))
     words = [sys.executable, "-c", script, str(exported), str(tmp_path / "again"), str(tmp_path / "found")]

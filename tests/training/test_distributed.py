@@ -138,6 +138,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world, groups", [(2, (1, 2)), (4, (2, 4))])
 def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, world: int, groups: tuple[int]) -> None:
     trainees = [
@@ -152,6 +153,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, wo
         assert (ids == trained_on(alone / "ids", 1)).all()
 
 
+@pytest.mark.long
 def test_processes_read_their_parts_of_a_cache_and_go_on_in_it(tmp_path: Path, alone: Path) -> None:
     """Written by two processes, read by two that stop, and by one that goes on."""
     run, cache = config(tmp_path, "r"), str(tmp_path / "cache")
@@ -165,6 +167,7 @@ def test_processes_read_their_parts_of_a_cache_and_go_on_in_it(tmp_path: Path, a
     assert_same_training(alone / "r", tmp_path / "r")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, alone: Path) -> None:
     """Stopped by a SIGTERM to one process of two, resumed by one, then by four: no token twice, none left out.
 
@@ -185,6 +188,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, alone: P
     assert_same_training(alone / "r", tmp_path / "r")
 
 
+@pytest.mark.long
 def test_a_fault_of_one_process_stops_all_and_loses_nothing(tmp_path: Path, alone: Path) -> None:
     run = config(tmp_path, "r")
     poisoned = {"config": run, "poison": [1, 1], "expect": "an activation is not finite"}
@@ -193,6 +197,7 @@ def test_a_fault_of_one_process_stops_all_and_loses_nothing(tmp_path: Path, alon
     assert_same_training(alone / "r", tmp_path / "r")
 
 
+@pytest.mark.long
 def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path) -> None:
     """Each field that differs is named, with who was told what; before any folder is made."""
     run, out = config(tmp_path / "out", "r"), tmp_path / "out"
@@ -215,6 +220,7 @@ def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path)
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path: Path, alone: Path) -> None:
     run = config(tmp_path, "r")
     killed = {"config": run, "groups": 1, "kill": [1, 7], "ids": str(tmp_path / "ids")}
@@ -225,6 +231,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path: Path, alone: Pa
     assert_same_training(alone / "r", tmp_path / "r")
 
 
+@pytest.mark.long
 def test_the_first_process_that_lives_names_the_one_that_was_killed() -> None:
     with talking("kill", world=3) as (first, second, third):
         third.wait(100)
@@ -232,6 +239,7 @@ def test_the_first_process_that_lives_names_the_one_that_was_killed() -> None:
         assert "LostError, shared: rank 2 of 3 ended or does not answer." in said(second)
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_not_waited_for_after_sigterm() -> None:
     """The signal is heard while the other is waited for, and nobody waits longer than for a sign of life."""
     with talking("stop") as (first, second):
@@ -244,12 +252,14 @@ def test_a_stopped_process_is_not_waited_for_after_sigterm() -> None:
     assert "LostError, shared: rank 1 of 2 ended or does not answer. What was saved last is whole" in heard
 
 
+@pytest.mark.long
 def test_nobody_waits_longer_than_the_timeout() -> None:
     """Who gives no sign of life is named."""
     with talking("stop-late") as (first, _):
         assert "LostError, shared: rank 1 of 2 ended or does not answer." in said(first)
 
 
+@pytest.mark.long
 def test_where_all_live_one_of_them_took_longer_than_allowed() -> None:
     late = "the 2 processes of the launch live, but did not meet within 0.05 minutes; give them longer with --timeout"
     with talking("late") as (first, second):
@@ -257,6 +267,7 @@ def test_where_all_live_one_of_them_took_longer_than_allowed() -> None:
         assert said(second).startswith("LostError, own: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["fail", "leave"])
 def test_what_one_process_raises_is_heard_by_all(what: str) -> None:
     """Its own error with all that belongs to it, and in the others one line that names it."""

@@ -276,6 +276,7 @@ def test_a_cache_that_has_grown_goes_on(cached, whole, gpt2):
     assert_same_run(whole, config.folder)
 
 
+@pytest.mark.long
 def test_another_cache(cached, gpt2):
     config, live = cached
     another_cache(config, live, gpt2, "bfloat16")
@@ -324,6 +325,7 @@ def test_a_mixed_cache_with_other_shards(tmp_path, gpt2, monkeypatch, change):
 # Streams
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [7, 8])  # within a window, between two
 def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, step):
     """What was read is compared before the base model runs; what comes later nobody can know."""

@@ -36,6 +36,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.long
 def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
     config = small(tmp_path, blocks=[1, 3], replacements=EVERYTHING, training={"tokens": 512 * 32, "log_every": 8})
     folder = train(config)
@@ -54,6 +55,7 @@ def test_one_run_trains_every_method_at_several_layers(tmp_path: Path) -> None:
     assert {p.name.split("-")[1] for p in layers} == {"mxd", "stc", "cp", "sae"}
 
 
+@pytest.mark.long
 def test_training_together_equals_training_alone(tmp_path: Path) -> None:
     both = train(small(tmp_path, run="both", replacements=EVERYTHING[:2]))
     alone = train(small(tmp_path, run="alone", replacements=EVERYTHING[:1]))
@@ -144,6 +146,7 @@ def start(config_path: Path, mode: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", RUNNER, str(config_path), mode], stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     fields = {"replacements": EVERYTHING, "training": {"tokens": 512 * 60, "save_every": 3}}
     whole = train(small(tmp_path, run="whole", **fields))
@@ -343,6 +346,7 @@ def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
     assert 0 < expected < 1
 
 
+@pytest.mark.long
 def test_an_unknown_tracker_is_refused_and_a_known_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MxdError, match="tracker"):
         train(small(tmp_path, run="bad", training={"trackers": ["nope"]}))
@@ -381,6 +385,7 @@ def test_divergence_is_said_and_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(tensor.isfinite().all() for tensor in kept.values() if tensor.is_floating_point())
 
 
+@pytest.mark.long
 def test_killed_before_the_first_state_starts_anew_and_equals_uninterrupted(tmp_path: Path) -> None:
     whole = train(small(tmp_path, run="whole"))
     config = small(tmp_path, run="cut")
@@ -442,6 +447,7 @@ def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytes
             used.clear()
 
 
+@pytest.mark.long
 def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
 ) -> None:
