@@ -1,6 +1,7 @@
 """The house's one rule: a file imports only from files above it. Read from the import statements themselves."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import mxd
 
 ROOT = Path(mxd.__file__).parent
+CONTRIBUTING = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 ORDER = [
     "assets",
@@ -97,6 +99,20 @@ modules = pytest.mark.parametrize("name", [name for name in FILES if name != "mx
 def test_every_file_has_its_place():
     unplaced = {part(name) for name in FILES if name != "mxd"} - set(ORDER)
     assert not unplaced, f"add to ORDER, where DESIGN puts them: {unplaced}"
+
+
+def test_contributing_has_the_same_list():
+    house = CONTRIBUTING.split("## The house")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", house, re.M) == [name for name in ORDER if name != "__main__"]
+
+
+def test_the_way_of_a_batch_is_short_and_as_contributing_says():
+    """At most ten files and 2,500 lines to follow token ids to an update of the weights."""
+    way = CONTRIBUTING.split("## A batch's way")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", way, re.M)
+    lines = {file: (ROOT / file).read_text(encoding="utf-8").count("\n") for file, _ in rows}
+    assert 5 <= len(rows) <= 10 and sum(lines.values()) <= 2500
+    assert all(abs(lines[file] - int(said)) <= 0.1 * lines[file] for file, said in rows), lines
 
 
 def test_the_reader_sees_imports():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxd.ops import candidate_dtype, reference, sparse, sparse_decode, topk_linear
+from mxd.ops import Selection, candidate_dtype, reference, sparse, sparse_decode, topk_linear
 from mxd.ops.sparse import _topk
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -492,6 +492,42 @@ def test_selections_are_not_confused_from_call_to_call():
     square, one = torch.randint(9, (5, 5)), torch.randn(5, 5, dtype=torch.float64)
     check_decode(one, square, weight)
     check_decode(one, square.T, weight)  # the same memory and shape, other strides
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_selection_that_is_handed_on_is_sorted_once(shared, monkeypatch):
+    """By the forward pass that chose it to both backward passes; without it each sorts for itself, to the same end."""
+    made, real = [], sparse._ByUnit
+    monkeypatch.setattr(sparse, "_ByUnit", lambda *parts: made.append(1) or real(*parts))
+    x, encoder, bias = topk_inputs(12, 5, 9)
+    decoder, upstream = torch.randn(9, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+
+    def through(x, e, b, d):
+        selection = Selection() if shared else None
+        values, indices = topk_linear(x, e, b, 4, selection=selection)
+        return sparse_decode(values, indices, d, selection)
+
+    inputs = [x, encoder, bias, decoder]
+    got = grads(through, inputs, upstream, set(range(4)))
+    assert len(made) == (1 if shared else 2)
+    oracle = grads(
+        lambda x, e, b, d: reference.sparse_decode(*reference.topk_linear(x, e, b, 4), d),
+        inputs,
+        upstream,
+        set(range(4)),
+    )
+    torch.testing.assert_close(got, oracle)
+
+
+def test_a_selection_overwritten_before_the_backward_pass_is_refused():
+    """By autograd, which knows the version of what was saved: nothing is summed over other units than were used."""
+    x, encoder, bias = (t.requires_grad_() for t in topk_inputs(12, 5, 9))
+    selection = Selection()
+    values, indices = topk_linear(x, encoder, bias, 4, selection=selection)
+    out = sparse_decode(values, indices, torch.randn(9, 3, dtype=torch.float64), selection)
+    indices.copy_(indices.flip(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 class LargestTensor(TorchDispatchMode):
