@@ -72,8 +72,8 @@ class DataConfig(Settings):
     """Where contexts begin with BOS: leave that position out of training, and store the MLP's output there, the same in
     every context, in the layer (docs/results.md). Otherwise BOS is trained on like any token."""
     exclude_special: bool = False
-    """Leave special tokens (BOS, EOS, PAD) out of training wherever they stand. A splice replaces the MLP there all the
-    same, by what the layer makes of tokens it has never seen."""
+    """Leave special tokens (BOS, EOS, PAD) out of training at every position. A splice still replaces the MLP there, by
+    a layer that has never seen these tokens."""
     cache: str | None = None
     """Folder or URL that `mxd cache` wrote to: training reads its activations in place of running the base model."""
     mix_shards: NonNegativeInt = 0
@@ -386,16 +386,16 @@ def _hint(problem: Any) -> str:
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
     """Parse ``--name value`` and ``--name=value``."""
-    pairs, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
+    pairs, remaining = [], list(words)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("--"):
             raise MxdError(f"expected an override like --training.tokens 100000, got {word!r}.")
         name, equals, text = word[2:].partition("=")
         if not equals:
-            if not rest:
+            if not remaining:
                 raise MxdError(f"override --{name} has no value.")
-            text = rest.pop(0)
+            text = remaining.pop(0)
         try:
             pairs.append((name.replace("-", "_"), parse_yaml(text)))
         except ValueError as error:

@@ -149,7 +149,7 @@ class MaskingConfig(Settings):
 
 
 class PurgingConfig(Settings):
-    """Can what goes with a score be switched off? Not among `mxd compare`'s questions: no scored texts are bundled."""
+    """Can what goes with a score be masked? Not among `mxd compare`'s questions: no scored texts are bundled."""
 
     text_column: NoOption[str] = "text"
     """Field that holds the text."""
@@ -171,7 +171,7 @@ class SteeringConfig(Settings):
     scale: float = 100.0
     """``lambda``: how much of the unit's output is added."""
     prompt: str = "Let's talk about "
-    """What is continued."""
+    """Text to continue."""
     samples: PositiveInt = 10
     """Continuations of each unit."""
     tokens: PositiveInt = 32

@@ -41,7 +41,7 @@ def evaluate(
     Args:
         checkpoints: Layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
         together: Splice all of them at once, instead of each alone.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
             and for a Hub reference faithfulness-NAME.json in this one.
@@ -79,7 +79,7 @@ def generate(
         checkpoints: As for evaluate.
         prompt: Continue this text and show it; by default the openings of held-out texts are continued and counted.
         together: Splice all of them at once, instead of each alone.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
     """
@@ -112,7 +112,7 @@ def units(
     Args:
         checkpoints: As for evaluate.
         units: Units to show, 3,17; by default those that add most to the output.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default units.json in the first folder.
     """
@@ -138,7 +138,7 @@ def structure(
 
     Args:
         checkpoints: As for evaluate.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default structure.json in the first folder.
     """
@@ -165,7 +165,7 @@ def mask(
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
-    """Mask the units of a topic, or those that go with a score of the text, and measure what that does to the loss.
+    """Mask the units of a topic, or those that correlate with a score, and measure what that does to the loss.
 
     Args:
         checkpoints: As for evaluate.
@@ -173,8 +173,8 @@ def mask(
             for probe.
         scores: Texts with a score (one number, or a list with one for each token), read likewise: units are masked that
             correlate with it over tokens more than by chance.
-        by_domain: What is asked of domains.
-        by_score: What is asked of scores.
+        by_domain: The config for domains.
+        by_score: The config for scores.
         thresholds: Correlations from which on a unit is masked.
         limit: Texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
             units, half are measured.
@@ -217,7 +217,7 @@ def probe(
 
     Args:
         checkpoints: As for evaluate.
-        how: What is asked.
+        how: The question's config.
         last: Which 128 tokens of a longer text are read; by default the first for --level sample, else the last. The
             paper reads the last of source code.
         model: Base model in place of the one named in the checkpoints.
@@ -252,7 +252,7 @@ def steer(
     Args:
         checkpoints: As for evaluate.
         units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
-        how: What is asked.
+        how: The question's config.
         judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1.
         judge_model: Model to ask there.
         judge_key: Environment variable that holds the endpoint's key.

@@ -24,10 +24,10 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
             complete = size(replacement.resolve(shape), config.sizing.expansion, config.sizing.match)
             complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
             name = f"block{number}-{complete.slug}"
-            taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
-            if any(plans[n] == (number, complete) for n in taken):
+            alike = [n for n in plans if n == name or n.startswith(f"{name}-v")]
+            if any(plans[n] == (number, complete) for n in alike):
                 raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
-            plans[f"{name}-v{len(taken) + 1}" if taken else name] = (number, complete)
+            plans[f"{name}-v{len(alike) + 1}" if alike else name] = (number, complete)
     return plans
 
 

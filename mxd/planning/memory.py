@@ -195,25 +195,22 @@ class _Parts:
         training, world = self.config.training, len(self.layout.shares)
         params = sum(map(self.params, group))
         blocks = {self.replacements[name][0] for name in group}
-        batch, window = (  # this process trains on its part of the group's blocks ...
+        # A process records all blocks on its share of the tokens, and receives its group's blocks on its part of them.
+        batch, window = (
             buffer_bytes([self.widths[number] for number in blocks], n // self.layout.parts)
             for n in (training.batch_tokens, training.buffer_tokens)
         )
-        recorded = buffer_bytes(
-            list(self.widths.values()), training.buffer_tokens // world
-        )  # ... and records all blocks
-        filling = recorded + (window if world > 1 else 0)  # what is recorded, and what is received
+        recorded = buffer_bytes(list(self.widths.values()), training.buffer_tokens // world)
+        filling = recorded + (window if world > 1 else 0)
         if self.config.data.cache is not None:
             window = filling = 3 * batch  # the batch in use, and two read ahead
         refilled = training.tokens > training.buffer_tokens  # with gradients and moments in memory
         sharded = params // self.shards
         layers = {"replacements": 4 * sharded, "counters": sum(8 * self.units(name) for name in group)}
         optimizer = {"gradients": 4 * sharded, "Adam's moments": 8 * sharded}
-        whole = (
-            8 * max(map(self.params, group)) if self.shards > 1 else 0
-        )  # weights and gradients of one layer at a time
         weights = {"base model": self.weights}
-        # Gradients are counted above, so they are taken out of what a step holds.
+        # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
+        whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
         step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
         return {
             "loading": weights,

@@ -65,13 +65,13 @@ class _Meter(TorchDispatchMode):
         out = _of_unknown_size(func, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        made = list(_tensors(out))
-        for tensor in made:
+        outputs = list(_tensors(out))
+        for tensor in outputs:
             self.hold(tensor)
-        if func.overloadpacket in flop_registry and made[0].dtype is torch.bfloat16:
+        if func.overloadpacket in flop_registry and outputs[0].dtype is torch.bfloat16:
             self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         if not func.is_view:
-            self.moved += _traffic(func, list(_tensors((args, kwargs))), made)
+            self.moved += _traffic(func, list(_tensors((args, kwargs))), outputs)
         return out
 
     def hold(self, tensor: Tensor) -> None:
@@ -99,17 +99,17 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _traffic(func: Any, read: list[Tensor], made: list[Tensor]) -> int:
+def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Return the bytes that an operation reads and writes."""
-    written = sum(map(_bytes, made))
+    written = sum(map(_bytes, outputs))
     packet = func.overloadpacket
     if packet in _ROWS_READ:  # each row is read once and written once
         return 2 * written
     if packet in _BAGS:  # a bag reads its rows and writes their sum; the gradient's two tables are equally wide
-        indices = max((t for t in read if not t.is_floating_point()), key=Tensor.numel)
-        table = read[0]
+        indices = max((t for t in inputs if not t.is_floating_point()), key=Tensor.numel)
+        table = inputs[0]
         return written + _bytes(indices) + indices.numel() * table.shape[1] * table.element_size()
-    return written + sum(map(_bytes, read))
+    return written + sum(map(_bytes, inputs))
 
 
 def _bytes(tensor: Tensor) -> int:

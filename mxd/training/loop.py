@@ -125,7 +125,7 @@ class Loop:
                 f"asked for (streamed text is read once). The layers trained so far are in {self.config.folder}."
             ) from None
         except MxdError as error:
-            if not self.processes.many or isinstance(error, SharedError):  # saving needs all of them
+            if not self.processes.many or isinstance(error, SharedError):  # a save needs all processes
                 self.save()
             raise
 

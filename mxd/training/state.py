@@ -208,7 +208,7 @@ def _newest(folder: Path) -> State | None:
     if problems:
         listed = "; ".join(f"{path.name}: {problem}" for path, problem in problems.items())
         raise MxdError(
-            f"every saved state in {folder} is damaged: {listed}. Put back a copy of one of them, or start again under "
+            f"every saved state in {folder} is damaged: {listed}. Put back a copy of one of them, or start anew under "
             "another name with --run NAME."
         )
     return None

@@ -213,6 +213,18 @@ def as_transcoder(
     return config, {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
+def config_folders(path: Path, kind: str) -> list[Path]:
+    """Return a folder with ``cfg.json``, or those in a folder of such folders.
+
+    Raises:
+        MxdError: there are none; ``kind`` says of what.
+    """
+    folders = [path] if (path / "cfg.json").is_file() else sorted(file.parent for file in path.glob("*/cfg.json"))
+    if not folders:
+        raise MxdError(f"no {kind} at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders.")
+    return folders
+
+
 def positive_thresholds(where: str, weights: Mapping[str, Tensor]) -> None:
     """Check that no threshold is negative, since activations would be, too, which mxd's never are.
 

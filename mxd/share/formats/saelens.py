@@ -23,6 +23,7 @@ from mxd.share.formats.base import (
     Outgoing,
     ToolConfig,
     as_transcoder,
+    config_folders,
     only_one_per_block,
     read_tensors,
     read_tool_config,
@@ -83,10 +84,7 @@ def read(path: Path) -> list[Incoming]:
     Raises:
         MxdError: no such files, an autoencoder, or inputs that are changed by something not linear.
     """
-    folders = [path] if (path / "cfg.json").is_file() else sorted(p.parent for p in path.glob("*/cfg.json"))
-    if not folders:
-        raise MxdError(f"no transcoder at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders.")
-    return [_read(folder) for folder in folders]
+    return [_read(folder) for folder in config_folders(path, "transcoder")]
 
 
 def _read(folder: Path) -> Incoming:

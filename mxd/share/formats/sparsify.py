@@ -25,6 +25,7 @@ from mxd.share.formats.base import (
     Outgoing,
     ToolConfig,
     as_transcoder,
+    config_folders,
     only_one_per_block,
     read_tensors,
     read_tool_config,
@@ -58,12 +59,7 @@ def read(path: Path) -> list[Incoming]:
     Raises:
         MxdError: no such files, an autoencoder, GroupMax, or a hookpoint that is no block's MLP.
     """
-    folders = [path] if (path / "cfg.json").is_file() else sorted(p.parent for p in path.glob("*/cfg.json"))
-    if not folders:
-        raise MxdError(
-            f"no sparse coder at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders."
-        )
-    return [_read(folder.resolve()) for folder in folders]
+    return [_read(folder.resolve()) for folder in config_folders(path, "sparse coder")]
 
 
 def _read(folder: Path) -> Incoming:
