@@ -33,7 +33,7 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Groups of processes, each of which trains other replacements; the processes of a group divide each batch."""
+    """Groups of processes, each of which trains its own replacements; the processes of a group divide each batch."""
 
     groups: tuple[tuple[str, ...], ...]
     """The replacements that each group trains."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
@@ -166,7 +167,9 @@ def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
     return base.tokenizer.bos_token_id if stored else None
 
 
-def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Tensor, Tensor]]:
+def bos_activations(
+    config: RunConfig, base: FrozenModel
+) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
     """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; empty without a BOS.
 
     Raises:
