@@ -254,14 +254,14 @@ def _input(item: Incoming, norm: nn.Module | None, stated: Input | None) -> Inpu
     """Return what a layer reads; where the files leave it open, as the user states or as the kind of norm implies."""
     if None not in (item.input, stated) and item.input != stated:
         raise MxdError(f"{item.where} reads {item.input}, not {stated}; leave --input out.")
-    reads = item.input or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
-    if reads is None:
+    convention = item.input or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
+    if convention is None:
         raise MxdError(
             f"{item.where} reads ln2.hook_normalized of a LayerNorm, which TransformerLens 2 has after the affine part "
             "(before it where weights were folded), TransformerLens 3 before it. Say which: --input mlp_in (after) or "
             "--input normalized (before)."
         )
-    return reads
+    return convention
 
 
 def _provenance(item: Incoming, base: FrozenModel, number: int) -> Provenance:
