@@ -50,9 +50,9 @@ class SparseLayer(nn.Module):
         rows = x.reshape(-1, x.shape[-1]).to(self.bias.dtype)
         out = FORWARDS[self.spec["method"]](self, rows)
         if self.spec["bos_radius"] is not None:
-            norm = self.bos_in.square().sum()
-            distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + norm  # |row - bos_in|^2
-            out = torch.where((distance < self.spec["bos_radius"] ** 2 * norm).unsqueeze(-1), self.bos_out, out)
+            square = self.bos_in.square().sum()
+            distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + square  # |row - bos_in|^2
+            out = torch.where((distance < self.spec["bos_radius"] ** 2 * square).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
     def mxd(self, rows: Tensor) -> Tensor:
