@@ -28,7 +28,7 @@ from mxd.layers.sizing import Match
 from mxd.questions import EvaluationConfig, Settings
 
 MOST_REPLACEMENTS = 10_000
-"""Replacements in a run: what a list too many asks for is refused before it fills the memory."""
+"""Most replacements in a run: products of lists that ask for more are refused before they fill the memory."""
 
 
 class ModelConfig(Settings):
@@ -72,8 +72,8 @@ class DataConfig(Settings):
     """Where contexts begin with BOS: leave that position out of training, and store the MLP's output there, the same in
     every context, in the layer (docs/results.md). Otherwise BOS is trained on like any token."""
     exclude_special: bool = False
-    """Leave special tokens (BOS, EOS, PAD) out of training wherever they stand. A splice replaces the MLP there all the
-    same, by what the layer makes of tokens it has never seen."""
+    """Leave special tokens (BOS, EOS, PAD) out of training at every position. A splice still replaces the MLP there, by
+    a layer that has never seen these tokens."""
     cache: str | None = None
     """Folder or URL that `mxd cache` wrote to: training reads its activations in place of running the base model."""
     mix_shards: NonNegativeInt = 0
@@ -109,13 +109,13 @@ class Recipe(Settings):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Used where it asks for more steps than ``warmup_steps``: share of all steps."""
+    """Warm-up as a share of all steps, used where that is more than ``warmup_steps``."""
     decay: bool = False
     """Whether the rate falls linearly to zero between warm-up and the last step."""
     batch_tokens: PositiveInt = 4096
     """Token activations in a step."""
     initialisation: Initialisation = "paper"
-    """How layers begin: see ``ReplacementLayer.initialise``."""
+    """How layers are initialised: see ``ReplacementLayer.initialise``."""
 
 
 RECIPES = {
@@ -137,30 +137,29 @@ class TrainingConfig(Settings):
     batch_tokens: PositiveInt = 4096
     """Token activations in a step; the recipe's by default."""
     buffer_tokens: PositiveInt = 131_072
-    """Token activations mixed at a time; memory is this times 8 bytes times the model's width times the layers."""
+    """Token activations mixed at a time; memory is this times 8 bytes times the model's width times the blocks."""
     lr: PositiveFloat | None = None
     """Learning rate; the recipe's by default."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
     candidates: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What all pre-activations are formed in. ``bfloat16``: the 2 K + 16 largest are formed anew in float32, K of them
-    chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: that where the device has
-    instructions for it. Training only."""
+    """Dtype that all pre-activations are first computed in. ``bfloat16``: the 2 K + 16 largest are computed again in
+    float32, K of them chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: ``bfloat16``
+    where the device has instructions for it. Training only."""
     tf32: bool = False
-    """Let CUDA round the inputs of float32 products to TF32 (10 bits), though not where units are proposed in bfloat16,
-    whose choice is float32's; nothing changes elsewhere."""
+    """Let CUDA round the inputs of float32 products to TF32 (10 bits), except where candidates are computed in
+    bfloat16, whose choice is float32's; nothing changes elsewhere."""
     deterministic: bool = False
     """Let PyTorch use deterministic operations only, so that a run on a GPU gives the same bits twice; slower there. On
-    a CPU it does in any case (docs/determinism.md)."""
+    a CPU it does so in any case (docs/determinism.md)."""
     decay: bool | None = None
     """Whether the learning rate falls linearly to zero after warm-up; the recipe's by default."""
     initialisation: Initialisation | None = None
-    """How layers begin; the recipe's by default. ``paper``: as the papers draw them. ``centred``: gates centred on the
-    mean input, and an MxD's C twice as large."""
+    """How layers are initialised; the recipe's by default. ``paper``: as the papers draw them. ``centred``: gates
+    centred on the mean input, and an MxD's C twice as large."""
     accumulation: PositiveInt | Literal["auto"] = "auto"
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
-    for each part). ``auto``: in one if that fits into the free memory, else in as few as do; a run keeps to its number
-    when it is resumed."""
+    for each part). ``auto``: as few parts as fit into the free memory; a resumed run keeps its number."""
     clip_norm: PositiveFloat | None = None
     """Clip each replacement's gradient to this norm."""
     dead_after: PositiveInt = 1_000_000
@@ -181,7 +180,7 @@ class TrainingConfig(Settings):
 
     @property
     def parts(self) -> int:
-        """Parts of a batch; one where that is still to be found out."""
+        """Parts of a batch; 1 as long as ``auto`` is not resolved."""
         return 1 if self.accumulation == "auto" else self.accumulation
 
     @property
@@ -201,11 +200,11 @@ class TrainingConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _batch_of_the_recipe(cls, given: Any) -> Any:
-        recipe = given.get("recipe") if isinstance(given, dict) else None
+    def _batch_of_the_recipe(cls, fields: Any) -> Any:
+        recipe = fields.get("recipe") if isinstance(fields, dict) else None
         if isinstance(recipe, str) and recipe in RECIPES:
-            return {"batch_tokens": RECIPES[recipe].batch_tokens, **given}
-        return given
+            return {"batch_tokens": RECIPES[recipe].batch_tokens, **fields}
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> "TrainingConfig":
@@ -228,9 +227,9 @@ class RunConfig(Settings):
     seed: NonNegativeInt = 0
     """Seed of initialisation, text order and shuffling."""
     blocks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
-    """Contexts whose MLPs are replaced, counted from 0."""
+    """Blocks whose MLPs are replaced, counted from 0."""
     replacements: tuple[AnyReplacement, ...] = Field(min_length=1)
-    """What to train at each layer; a list where a value stands makes the product."""
+    """What to train at each block; a list in place of a value makes the product."""
     model: ModelConfig = ModelConfig()
     """The base model."""
     data: DataConfig = DataConfig()
@@ -240,13 +239,13 @@ class RunConfig(Settings):
     training: TrainingConfig = TrainingConfig()
     """The recipe."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """What `mxd compare` measures; no part of what is trained."""
+    """What `mxd compare` measures; does not affect training."""
     timeout: float = Field(10.0, ge=0.01, le=10_080)
-    """Minutes that the processes of a launch wait for one another, at most; no part of what is trained."""
+    """Minutes that the processes of a launch wait for one another, at most; does not affect training."""
 
     @property
     def folder(self) -> Path:
-        """Where the run lands."""
+        """The run's folder."""
         return Path(self.out) / self.run
 
     @field_validator("replacements", mode="before")
@@ -262,14 +261,16 @@ class RunConfig(Settings):
     @classmethod
     def _trainable(cls, value: tuple[AnyReplacement, ...]) -> tuple[AnyReplacement, ...]:
         if any(item.sparsity.kind == "jumprelu" for item in value):
-            raise ValueError("jumprelu is for imported layers, nothing learns its thresholds; choose another sparsity")
+            raise ValueError(
+                "jumprelu is for imported layers: its thresholds are not trained here; choose another sparsity"
+            )
         return value
 
     @field_validator("blocks", mode="after")
     @classmethod
     def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) != len(value):
-            raise ValueError(f"layers {list(value)} names a layer twice")
+            raise ValueError(f"blocks {list(value)} names a block twice")
         return value
 
 
@@ -291,7 +292,7 @@ def expand(value: Any) -> list[Any]:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply overrides, check everything that can be checked without the model.
+    """Read a YAML file, apply overrides, and check everything that can be checked without the model.
 
     Args:
         path: the YAML file.
@@ -326,23 +327,23 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
     except ValidationError as error:
         lines = [f"{where}: {error.error_count()} problem(s)"]
         for problem in error.errors(include_url=False):
-            place = ".".join(str(p) for p in problem["loc"])
-            lines.append(f"  {place}: {problem['msg']}" + _hint(problem))
+            field = ".".join(str(p) for p in problem["loc"])
+            lines.append(f"  {field}: {problem['msg']}" + _hint(problem))
         raise MxdError("\n".join(lines)) from error
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return what a run trains as plain data, every field spelled out; without what may change later."""
+    """Return a run's config as plain data, every field spelled out, without the fields that may change later."""
     return config.model_dump(mode="json", exclude={"evaluation", "timeout"})
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return what ``recorded`` does, as YAML."""
+    """Return ``recorded`` as YAML."""
     return yaml.safe_dump(recorded(config), sort_keys=False)
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:
-    """Return what a run's layers follow from, as plain data: all but its name and place, and ``evaluation``."""
+    """Return the fields that determine a run's layers, as plain data: ``recorded`` without its name and folder."""
     return {key: value for key, value in recorded(config).items() if key not in ("run", "out")}
 
 
@@ -355,8 +356,8 @@ def fields_help() -> str:
     """Return one line for every field that ``--a.b value`` can set."""
     lines: list[str] = []
 
-    def walk(section: type[BaseModel], prefix: str) -> None:
-        for name, field in section.model_fields.items():
+    def walk(settings: type[BaseModel], prefix: str) -> None:
+        for name, field in settings.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
                 walk(field.annotation, f"{prefix}{name}.")
             else:
@@ -373,27 +374,28 @@ def fields_help() -> str:
 def _hint(problem: Any) -> str:
     """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
     if problem["type"] == "extra_forbidden":
-        section: Any = RunConfig
+        settings: Any = RunConfig
         for part in problem["loc"][:-1]:
-            fields = getattr(section, "model_fields", {})
-            section = fields[part].annotation if part in fields else LAYERS.get(str(part), section)
-        return f"; fields here: {', '.join(getattr(section, 'model_fields', {}))}"
+            fields = getattr(settings, "model_fields", {})
+            settings = fields[part].annotation if part in fields else LAYERS.get(str(part), settings)
+        return f"; fields here: {', '.join(getattr(settings, 'model_fields', {}))}"
     if problem["type"].startswith("union_tag"):
         return f" (methods: {', '.join(LAYERS)}; sparsities: topk, random_k, relu_l1)"
     return ""
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
-    pairs, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
+    """Parse ``--name value`` and ``--name=value``."""
+    pairs, remaining = [], list(words)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("--"):
             raise MxdError(f"expected an override like --training.tokens 100000, got {word!r}.")
         name, equals, text = word[2:].partition("=")
         if not equals:
-            if not rest:
+            if not remaining:
                 raise MxdError(f"override --{name} has no value.")
-            text = rest.pop(0)
+            text = remaining.pop(0)
         try:
             pairs.append((name.replace("-", "_"), parse_yaml(text)))
         except ValueError as error:
@@ -402,6 +404,7 @@ def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _set(target: Any, path: list[str], value: Any, name: str) -> None:
+    """Set a value inside nested mappings and lists; mappings that are missing are made, lists are not."""
     for part in path[:-1]:
         target = target[_index(target, part, name)] if isinstance(target, list) else target.setdefault(part, {})
         if not isinstance(target, dict | list):

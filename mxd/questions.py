@@ -1,8 +1,8 @@
-"""The table of questions, and what each is asked with: one frozen config, and no second place for a default.
+"""The questions an evaluation can ask, each with one frozen config, the only place for its defaults.
 
 A question's function (``answer`` in ``mxd/evaluation/QUESTION.py``), its command (whose options are the config's
 fields, with their docstrings as help) and the ``evaluation`` section of a run's config, which `mxd compare` reads, all
-take this config; ``DEFAULTS`` is what nobody changed. ``Parameter`` says where an option differs from its field.
+take this config; ``DEFAULTS`` holds all of them unchanged. ``Parameter`` says where an option differs from its field.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,7 +25,7 @@ S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
 
 NoOption = Annotated[T, Parameter(parse=False)]
-"""A field that a command does not offer, or takes in another form."""
+"""A field that is not an option of its command, or is one in another form."""
 
 Question = Literal["faithfulness", "generation", "units", "structure", "probing", "masking", "steering"]
 
@@ -33,11 +33,11 @@ PROMPTS = (
     *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
     *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
 )
-"""Two template prompts with four fillings each; the paper's figure 21 does not spell its template out."""
+"""Two templates, each filled in four ways; the paper's figure 21 does not spell out its template."""
 
 
 class Settings(BaseModel):
-    """Base of all sections: frozen, unknown fields and secrets refused, docstrings used as help."""
+    """Base of all configs: frozen, unknown fields and secrets refused, docstrings used as help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -78,7 +78,7 @@ class UnitsConfig(Settings):
     """How often do units fire, and on what?"""
 
     tokens: PositiveInt = 1_000_000
-    """Positions to read, as far as there is text; the split ``train`` has more."""
+    """Positions to read, or fewer where the text ends; the split ``train`` has more."""
     top: NonNegativeInt = 10
     """Units of each layer to show where none are named: those that add most to the output."""
     contexts: PositiveInt = 5
@@ -141,7 +141,7 @@ class MaskingConfig(Settings):
     label_column: str = "label"
     """Field that holds the domain."""
     ratio: Annotated[float, Field(ge=1)] = 2.0
-    """A unit belongs to a domain if it is at least so many times as strong there as in any other (Monet, 5.1)."""
+    """A unit belongs to a domain if it is at least this many times as active there as in any other (Monet, 5.1)."""
     limit: NoOption[Annotated[int, Field(ge=2)]] = 100
     """Texts of each domain, at most; half of them choose units, half are measured."""
     seed: NonNegativeInt = 0
@@ -149,7 +149,7 @@ class MaskingConfig(Settings):
 
 
 class PurgingConfig(Settings):
-    """Can what goes with a score be switched off? Not among `mxd compare`'s questions: no scored texts are bundled."""
+    """Can what goes with a score be masked? Not among `mxd compare`'s questions: no scored texts are bundled."""
 
     text_column: NoOption[str] = "text"
     """Field that holds the text."""
@@ -167,11 +167,11 @@ class SteeringConfig(Settings):
     """What does a unit make the model say?"""
 
     first: NoOption[PositiveInt] = 100
-    """Units steered with where none are named, from unit 0 on, as far as there are any."""
+    """Units to steer with where none are named: the first ones, at most this many."""
     scale: float = 100.0
     """``lambda``: how much of the unit's output is added."""
     prompt: str = "Let's talk about "
-    """What is continued."""
+    """Text to continue."""
     samples: PositiveInt = 10
     """Continuations of each unit."""
     tokens: PositiveInt = 32
@@ -181,7 +181,7 @@ class SteeringConfig(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Tokens are drawn from the smallest set that holds this much probability."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it occurs before; 1 in the paper's code."""
+    """Subtracted from a token's logit for each time it occurred before; 1 in the paper's code."""
     seed: NonNegativeInt = 0
     """Draws the tokens; a unit's samples do not depend on which others are steered."""
     on: Literal["replacement", "base"] = "replacement"
@@ -194,7 +194,7 @@ class EvaluationConfig(Settings):
     """What `mxd compare` measures once everything is trained."""
 
     questions: tuple[Question, ...] = ("faithfulness", "generation", "units", "structure")
-    """Which; each is answered by the file of its name in ``mxd/evaluation``, into a JSON file of its name."""
+    """Questions to answer; each has a file of its name in ``mxd/evaluation``, and writes a JSON file of its name."""
     split: str | None = None
     """Text that is read; by default, as for the commands, the held-out side of the training text."""
     faithfulness: FaithfulnessConfig = FaithfulnessConfig()
@@ -229,7 +229,7 @@ def checked(kind: type[S], **fields: Any) -> S:
 
 
 def changed(how: S, **fields: Any) -> S:
-    """Return a config with other values in some fields.
+    """Return a copy of a config with other values in some fields.
 
     Raises:
         MxdError: as ``checked``.
@@ -238,7 +238,7 @@ def changed(how: S, **fields: Any) -> S:
 
 
 def refusal(error: ValidationError) -> MxdError:
-    """Return what is said of a question's config that does not make sense: the first field at fault."""
+    """Return the error for a question's config that does not make sense; it names the first field at fault."""
     problem = error.errors(include_url=False)[0]
     name = ".".join(map(str, problem["loc"]))
     return MxdError(f"{name} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}.")

@@ -1,7 +1,9 @@
 """Put replacements into a model in place of its MLPs: for the length of a ``with`` block, or for good.
 
-with mxd.spliced(model, {3: layer}):
-model.module.generate(...)
+    with mxd.spliced(model, {3: layer}):
+        model.module.generate(...)
+
+All checks are made before the model is touched.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 from warnings import warn
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained, load_layer
@@ -26,11 +29,11 @@ T = TypeVar("T")
 Replacement = nn.Module | Trained
 """A layer, any module that maps one tensor to one tensor, or a layer with its provenance."""
 Where = str | Path
-"""Where a layer with its provenance lies: its folder, or a Hub reference ``org/name[/subfolder][@revision]``."""
+"""The folder of a layer with its provenance, or a Hub reference ``org/name[/subfolder][@revision]``."""
 
 
 class RevisionWarning(MxdWarning):
-    """A replacement was trained on another revision of the base model, whose MLP is the same."""
+    """A replacement was trained on another revision of the base model, with the same MLP."""
 
 
 @contextmanager
@@ -41,17 +44,17 @@ def spliced(
     check: bool = True,
     mask: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[FrozenModel]:
-    """Splice replacements in for the length of the block; the model is as before afterwards, also after an exception.
+    """Splice replacements in for the length of the ``with`` block; an exception, too, leaves the model as it was.
 
-    The replacements are in evaluation mode for that length.
+    Inside the block the replacements are in evaluation mode.
 
     Args:
         model: a ``FrozenModel``, a loaded Hugging Face model or a TransformerLens bridge.
         replacements: block number -> layer, module, what ``load_layer`` returned, or a path or Hub reference for it.
-        base_at: at positions that hold one of these tokens the base MLP answers in the replacements' place. By default
-            nowhere: a replacement that needs the MLP at some tokens does not replace it.
+        base_at: tokens at which the base MLP runs in the replacements' place. By default none: a replacement that needs
+            the MLP at some tokens does not replace it.
         check: compare provenance with the model.
-        mask: block number -> units that are switched off: their terms are dropped from the replacement's output.
+        mask: block number -> units whose terms are dropped from the replacement's output.
 
     Raises:
         MxdError: no such layer or unit, wrong width, or a replacement that was trained for another model or block.
@@ -79,8 +82,13 @@ def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> 
 
     The same MLP in another revision of the model is a ``RevisionWarning``.
 
+    Args:
+        model: the base model.
+        block: where the replacement is to be spliced in.
+        provenance: the replacement's.
+
     Raises:
-        MxdError: another block, or other base weights.
+        MxdError: another block or site, or other base weights.
     """
     if provenance.block != block:
         raise MxdError(
@@ -89,8 +97,8 @@ def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> 
         )
     if provenance.site != "mlp":
         raise MxdError(
-            f"this replacement predicts the output of {provenance.site!r}, not of the mlp module, in whose place it "
-            "would stand; pass check=False to insist."
+            f"this replacement predicts the output of {provenance.site!r}, not of the mlp module, whose place it would "
+            "take; pass check=False to insist."
         )
     if provenance.fingerprint != model.fingerprint(block):
         raise MxdError(
@@ -111,26 +119,30 @@ def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> 
 class _TokenIds:
     """The ids of the forward under way, noted by a hook on the model, read by the spliced modules."""
 
-    ids: Tensor | None = None
+    ids: Int[Tensor, "rows seq"] | None = None
 
 
 class SplicedMLP(nn.Module):
     """A replacement in an MLP's place; at tokens ``base_at``, and for layers that read it, the base MLP runs."""
 
-    off: Tensor | None
+    masked: Bool[Tensor, " units"] | None
 
     def __init__(
-        self, layer: nn.Module, base: nn.Module, base_at: Sequence[int], off: Tensor | None, seen: _TokenIds
+        self, layer: nn.Module, base: nn.Module, base_at: Sequence[int], masked: Tensor | None, seen: _TokenIds
     ) -> None:
         super().__init__()
         self.layer = layer
         self.base = base
         self.base_at = list(base_at)
-        self.register_buffer("off", off, persistent=False)
+        self.register_buffer("masked", masked, persistent=False)
         self._seen = seen
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the replacement's output, and the base MLP's at tokens ``base_at``."""
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return the replacement's output, and the base MLP's at tokens ``base_at``.
+
+        Raises:
+            MxdError: with ``base_at``, the model was called without ``input_ids`` that match its hidden states.
+        """
         if not self.base_at:
             return self._replaced(self.read(nn.Identity(), self.base)(x))
         base_out = self.base(x)
@@ -141,22 +153,22 @@ class SplicedMLP(nn.Module):
                 "a splice with base_at needs the model to be called with input_ids that match its hidden states; "
                 "leave base_at out to splice at every position."
             )
-        here = torch.isin(ids, torch.tensor(self.base_at, device=ids.device))
-        return torch.where(here.unsqueeze(-1).to(x.device), base_out, out)
+        at_base = torch.isin(ids, torch.tensor(self.base_at, device=ids.device))
+        return torch.where(at_base.unsqueeze(-1).to(x.device), base_out, out)
 
     def read(self, x: T, y: T) -> T:
-        """Return which of the two the replacement reads (``ReplacementLayer.read``); another module, the first."""
+        """Return which of the two the replacement reads (``ReplacementLayer.read``); other modules read the first."""
         return self.layer.read(x, y) if isinstance(self.layer, ReplacementLayer) else x
 
-    def _replaced(self, x: Tensor) -> Tensor:
-        if self.off is None or not isinstance(self.layer, ReplacementLayer):
+    def _replaced(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        if self.masked is None or not isinstance(self.layer, ReplacementLayer):
             return self.layer(x)
         code = self.layer.encode(x)
-        return self.layer.decode(x, code.without(self.off))
+        return self.layer.decode(x, code.without(self.masked))
 
 
 class Splice:
-    """Replacements that fit a model: all checks are made here, once; then they go in and out at no cost.
+    """Replacements for a model: all checks are made once, here; splicing in and out then costs nothing.
 
     Arguments and errors as ``spliced``.
     """
@@ -170,18 +182,18 @@ class Splice:
         mask: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.model = model
-        self.layers = {number: _prepare(model, number, one, check) for number, one in replacements.items()}
-        """Block number -> the module that answers there."""
-        off = {number: _switched_off(units, number, self.layers) for number, units in (mask or {}).items()}
+        self.layers = {number: _prepare(model, number, item, check) for number, item in replacements.items()}
+        """Block number -> the module that is spliced in there."""
+        masked = {number: _masked(units, number, self.layers) for number, units in (mask or {}).items()}
         self._seen = _TokenIds()
         self._modules = {
-            number: SplicedMLP(layer, model.mlp(number), base_at, off.get(number), self._seen)
+            number: SplicedMLP(layer, model.mlp(number), base_at, masked.get(number), self._seen)
             for number, layer in self.layers.items()
         }
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the replacements in the model, in evaluation mode, for the length of the block."""
+        """Keep the replacements in the model, in evaluation mode, for the length of the ``with`` block."""
         undo = self.insert()
         try:
             yield
@@ -192,7 +204,7 @@ class Splice:
         """Put the replacements in, in evaluation mode.
 
         Returns:
-            What puts the MLPs back, and every module's mode.
+            A function that puts the MLPs back and restores every module's mode.
 
         Raises:
             MxdError: one of the blocks is spliced already.
@@ -221,11 +233,11 @@ class Splice:
 
 def _check_free(model: FrozenModel, number: int) -> None:
     if isinstance(model.mlp(number), SplicedMLP):
-        raise MxdError(f"block {number} is spliced already; leave that block first.")
+        raise MxdError(f"block {number} is spliced already; leave that splice first.")
 
 
 def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
-    """Check one replacement before anything is changed."""
+    """Load and check one replacement, and return its module on the model's device."""
     model.check_block(number)
     _check_free(model, number)
     if isinstance(replacement, str | Path):
@@ -246,11 +258,11 @@ def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, 
     return layer
 
 
-def _switched_off(units: Sequence[int], number: int, ready: Mapping[int, nn.Module]) -> Tensor | None:
+def _masked(units: Sequence[int], number: int, layers: Mapping[int, nn.Module]) -> Bool[Tensor, " units"] | None:
     """Return which units of a block's replacement are masked, or ``None`` for none."""
-    if number not in ready:
-        raise MxdError(f"mask names block {number}; spliced are: {', '.join(map(str, ready))}.")
-    layer = ready[number]
+    if number not in layers:
+        raise MxdError(f"mask names block {number}; spliced are: {', '.join(map(str, layers))}.")
+    layer = layers[number]
     if not isinstance(layer, ReplacementLayer):
         raise MxdError(f"mask: the {type(layer).__name__} at block {number} has no units; only mxd's layers have.")
     wrong = [unit for unit in units if not 0 <= unit < layer.num_units]
@@ -258,6 +270,6 @@ def _switched_off(units: Sequence[int], number: int, ready: Mapping[int, nn.Modu
         raise MxdError(f"mask: block {number} has units 0 ... {layer.num_units - 1}, got {wrong[0]}.")
     if not units:
         return None
-    off = torch.zeros(layer.num_units, dtype=torch.bool, device=layer.bias.device)
-    off[list(units)] = True
-    return off
+    masked = torch.zeros(layer.num_units, dtype=torch.bool, device=layer.bias.device)
+    masked[list(units)] = True
+    return masked

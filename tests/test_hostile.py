@@ -38,7 +38,7 @@ from mxd.data.text import documents
 from mxd.layers import parse_layer
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
-from mxd.share.formats.base import Settings, read_settings, read_tensors
+from mxd.share.formats.base import ToolConfig, read_tensors, read_tool_config
 from mxd.splice import RevisionWarning
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
@@ -168,7 +168,7 @@ def test_pipes_devices_folders_and_loops_are_no_files(layer, name, kind):
     with pytest.raises(MxdError):
         read_tensors(layer / name)
     with pytest.raises(MxdError):
-        read_settings(layer / name, Settings)
+        read_tool_config(layer / name, ToolConfig)
 
 
 def test_a_file_of_plain_data_is_read_up_to_a_bound(tmp_path):

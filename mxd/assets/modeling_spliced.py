@@ -1,7 +1,7 @@
-"""A causal language model in which sparse layers stand in for some of the MLPs, as `mxd export-model` writes it.
+"""A causal language model in which sparse layers replace some of the MLPs, as `mxd export-model` writes it.
 
-Plain PyTorch on top of the base model's own class, for inference; it needs torch and transformers (5.0 or later) only.
-"mxd" in config.json says which layers are replaced, by what, how that was trained, and for which base model.
+Plain PyTorch on top of the base model's own class, for inference; it needs only torch and transformers (5.0 or later).
+"mxd" in config.json says in which blocks MLPs are replaced, by what, how that was trained, and for which base model.
 """
 
 from typing import Any, ClassVar
@@ -35,8 +35,8 @@ class SparseLayer(nn.Module):
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
 
-    With ``bos_radius``, the output is a stored one where the input is that of BOS in position 0, up to that distance,
-    relative to its norm.
+    With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
+    distance, relative to its norm.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -46,13 +46,13 @@ class SparseLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output for any leading shape, in the dtype of ``x``; computed in that of the weights."""
+        """Return the output ``[..., d_out]`` for ``x [..., d_in]``, in its dtype; computed in that of the weights."""
         rows = x.reshape(-1, x.shape[-1]).to(self.bias.dtype)
         out = FORWARDS[self.spec["method"]](self, rows)
         if self.spec["bos_radius"] is not None:
-            size = self.bos_in.square().sum()
-            distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + size
-            out = torch.where((distance < self.spec["bos_radius"] ** 2 * size).unsqueeze(-1), self.bos_out, out)
+            square = self.bos_in.square().sum()
+            distance = rows.square().sum(-1) - 2 * (rows @ self.bos_in) + square  # |row - bos_in|^2
+            out = torch.where((distance < self.spec["bos_radius"] ** 2 * square).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
     def mxd(self, rows: Tensor) -> Tensor:
@@ -95,11 +95,11 @@ FORWARDS = {
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
 }
-"""Method -> what computes its output."""
+"""Method -> the function that computes its output."""
 
 
 class SplicedMLP(nn.Module):
-    """A sparse layer in an MLP's place; the MLP stays where the layer reads its output."""
+    """A sparse layer in an MLP's place; the MLP is kept if the layer reads its output."""
 
     def __init__(self, spec: dict[str, Any], mlp: nn.Module) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class SplicedMLP(nn.Module):
 
 
 class SplicedForCausalLM(BaseModel):
-    """The base model with the layers of ``config.mxd`` spliced in; the layers stay in float32 in whatever dtype."""
+    """The base model with the layers of ``config.mxd`` spliced in; the layers stay in float32 whatever its dtype."""
 
     config_class = SplicedConfig
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [*(BaseModel._keep_in_fp32_modules_strict or ()), "mlp.layer"]
@@ -125,20 +125,20 @@ class SplicedForCausalLM(BaseModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load strictly: transformers only warns of missing tensors, and leaves random numbers in their place."""
+        """Load strictly, while transformers only warns of missing tensors and leaves them random."""
         kwargs.setdefault("key_mapping", renamed())
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        wrong = [f"{kind}: {', '.join(sorted(map(str, found)))}" for kind, found in info.items() if found]
+        wrong = [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in info.items() if names]
         if wrong:
-            made = model.config.mxd["versions"]["transformers"]
-            hint = f"the repository is damaged, or was made for another transformers ({made}; this is {__version__})"
+            version = model.config.mxd["versions"]["transformers"]
+            hint = f"the repository is damaged, or was made for another transformers ({version}; this is {__version__})"
             raise ValueError(f"{hint}: {'; '.join(wrong)}")
         return (model, info) if output_loading_info else model
 
 
 def renamed() -> dict[str, str] | None:
-    """Return how tensors may have to be renamed: GPT-NeoX's last layer has two names among releases of transformers."""
+    """Return renames of tensors: the head of GPT-NeoX has different names in different releases of transformers."""
     if BaseConfig.model_type != "gpt_neox":
         return None
-    here = next(iter(BaseModel._tied_weights_keys)).partition(".")[0]
-    return {rf"^{name}\.": f"{here}." for name in ("embed_out", "lm_head") if name != here}
+    head = next(iter(BaseModel._tied_weights_keys)).partition(".")[0]
+    return {rf"^{name}\.": f"{head}." for name in ("embed_out", "lm_head") if name != head}

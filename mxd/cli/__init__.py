@@ -1,4 +1,4 @@
-"""The command line: parse, then call one function. Heavy imports stand inside the commands."""
+"""The command line: each command parses its options, then calls one function. Heavy imports are inside commands."""
 
 from mxd.cli.main import main
 from mxd.cli.shared import app

@@ -1,6 +1,6 @@
-"""Commands that measure and show: a command for each question, compare, report.
+"""Commands that measure and show: one for each question, compare, report.
 
-A question's options are the fields of its config (``mxd/questions.py``).
+The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def evaluate(
     Args:
         checkpoints: Layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
         together: Splice all of them at once, instead of each alone.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
             and for a Hub reference faithfulness-NAME.json in this one.
@@ -49,6 +49,9 @@ def evaluate(
             pip install 'mxd[lm-eval]'.
         lm_eval_limit: Documents of each task to use, at most.
         lm_eval_include: Folder with task files of your own.
+
+    Raises:
+        MxdError: options of lm-eval without its tasks.
     """
     if lm_eval is None and (lm_eval_limit is not None or lm_eval_include is not None):
         raise MxdError("--lm-eval-limit and --lm-eval-include need --lm-eval TASKS.")
@@ -56,9 +59,9 @@ def evaluate(
     from mxd.evaluation.harness import find_tasks
 
     tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
-    found = answer(on.open("evaluate", checkpoints), how, together, tasks)
-    show_faithfulness(found)
-    save(found, checkpoints, "faithfulness-together" if together else "faithfulness", out)
+    results = answer(on.open("evaluate", checkpoints), how, together, tasks)
+    show_faithfulness(results)
+    save(results, checkpoints, "faithfulness-together" if together else "faithfulness", out)
 
 
 @app.command
@@ -76,7 +79,7 @@ def generate(
         checkpoints: As for evaluate.
         prompt: Continue this text and show it; by default the openings of held-out texts are continued and counted.
         together: Splice all of them at once, instead of each alone.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
     """
@@ -84,16 +87,16 @@ def generate(
     from mxd.evaluation.generation import answer
     from mxd.report.terminal import terminal_diff
 
-    found = answer(subject, how, together, prompt)
-    for name, result in found["results"].items():
+    results = answer(subject, how, together, prompt)
+    for name, result in results["results"].items():
         say(name)
         show(*map(terminal_diff, result["examples"]))
-        at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= how.tokens]
-        shares = ", ".join(f"{result['match'][n - 1]:.1%} to {n}" for n in at)
+        lengths = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= how.tokens]
+        shares = ", ".join(f"{result['match'][n - 1]:.1%} to {n}" for n in lengths)
         if prompt is None:
             say(f"of {result['prompts']} prompts the same: {shares}; mean {result['agreed_tokens']:.1f} tokens\n")
     if prompt is None or out is not None:
-        save(found, checkpoints, "generation-together" if together else "generation", out)
+        save(results, checkpoints, "generation-together" if together else "generation", out)
 
 
 @app.command
@@ -109,7 +112,7 @@ def units(
     Args:
         checkpoints: As for evaluate.
         units: Units to show, 3,17; by default those that add most to the output.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default units.json in the first folder.
     """
@@ -118,10 +121,10 @@ def units(
     from mxd.evaluation.units import answer
     from mxd.report.terminal import unit_lines
 
-    found = answer(subject, how, named)
-    for name, result in found["results"].items():
+    results = answer(subject, how, named)
+    for name, result in results["results"].items():
         show(*unit_lines(name, result))
-    save(found, checkpoints, "units", out)
+    save(results, checkpoints, "units", out)
 
 
 @app.command
@@ -135,7 +138,7 @@ def structure(
 
     Args:
         checkpoints: As for evaluate.
-        how: What is asked.
+        how: The question's config.
         on: The text and the base model.
         out: JSON file; by default structure.json in the first folder.
     """
@@ -143,9 +146,10 @@ def structure(
     from mxd.evaluation.structure import answer
     from mxd.report.terminal import leaders_table, structure_table
 
-    found = answer(subject, how)
-    show(structure_table(found), *(leaders_table(name, one) for name, one in found["results"].items()))
-    save(found, checkpoints, "structure", out)
+    results = answer(subject, how)
+    tables = (leaders_table(name, result) for name, result in results["results"].items())
+    show(structure_table(results), *tables)
+    save(results, checkpoints, "structure", out)
 
 
 @app.command
@@ -161,40 +165,43 @@ def mask(
     on: HeldOut = HELD_OUT,
     out: Path | None = None,
 ) -> None:
-    """Mask the units of a topic, or those that go with a score of the text, and measure what that does to the loss.
+    """Mask the units of a topic, or those that correlate with a score, and measure what that does to the loss.
 
     Args:
         checkpoints: As for evaluate.
         domains: Labelled texts: a bundled set (factbook, languages), a file, folder or pattern, or a Hub dataset, as
             for probe.
-        scores: Texts with a number each (or a list, one for each token), likewise: units are masked that correlate
-            with it over tokens, more than by chance.
-        by_domain: What is asked of domains.
-        by_score: What is asked of scores.
+        scores: Texts with a score (one number, or a list with one for each token), read likewise: units are masked that
+            correlate with it over tokens more than by chance.
+        by_domain: The config for domains.
+        by_score: The config for scores.
         thresholds: Correlations from which on a unit is masked.
         limit: Texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
             units, half are measured.
         together: Splice and mask all layers at once, instead of each alone.
         on: Context and base model.
         out: JSON file; by default masking.json, or purging.json with --scores, in the first folder.
+
+    Raises:
+        MxdError: not exactly one of domains and scores.
     """
     if (domains is None) == (scores is None):
         raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
-    both = {} if limit is None else {"limit": limit}
-    by_domain = changed(by_domain, domains=domains or "", **both)
-    both |= by_domain.model_dump(include={"text_column", "seed"})
-    by_score = changed(by_score, thresholds=numbers("--thresholds", thresholds, float), **both)
+    shared = {} if limit is None else {"limit": limit}
+    by_domain = changed(by_domain, domains=domains or "", **shared)
+    shared |= by_domain.model_dump(include={"text_column", "seed"})
+    by_score = changed(by_score, thresholds=numbers("--thresholds", thresholds, float), **shared)
     subject = on.open("mask", checkpoints)
     from mxd.evaluation import masking, purging
     from mxd.report.terminal import masking_table, purging_table
 
     if scores is None:
-        kind, table, found = "masking", masking_table, masking.answer(subject, by_domain, together)
+        kind, table, results = "masking", masking_table, masking.answer(subject, by_domain, together)
     else:
-        kind, table, found = "purging", purging_table, purging.answer(subject, by_score, scores, together)
-    for name, result in found["results"].items():
+        kind, table, results = "purging", purging_table, purging.answer(subject, by_score, scores, together)
+    for name, result in results["results"].items():
         show(table(name, result))
-    save(found, checkpoints, f"{kind}-together" if together else kind, out)
+    save(results, checkpoints, f"{kind}-together" if together else kind, out)
 
 
 @app.command
@@ -210,9 +217,9 @@ def probe(
 
     Args:
         checkpoints: As for evaluate.
-        how: What is asked.
-        last: Which 128 tokens of a longer text are read; by default the first, at other levels than sample the last.
-            The paper reads the last of source code.
+        how: The question's config.
+        last: Which 128 tokens of a longer text are read; by default the first for --level sample, else the last. The
+            paper reads the last of source code.
         model: Base model in place of the one named in the checkpoints.
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default probing.json in the first folder.
@@ -222,9 +229,9 @@ def probe(
     subject = HeldOut(model=model, device=device).open("probe", checkpoints)
     from mxd.evaluation.probing import answer, summary
 
-    found = answer(subject, how)
-    say(summary(found["results"]))
-    save(found, checkpoints, "probing", out)
+    results = answer(subject, how)
+    say(summary(results["results"]))
+    save(results, checkpoints, "probing", out)
 
 
 @app.command
@@ -244,8 +251,8 @@ def steer(
 
     Args:
         checkpoints: As for evaluate.
-        units: Units, such as 0-99 or 3,17,40-49; of the default as many as there are.
-        how: What is asked.
+        units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
+        how: The question's config.
         judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1.
         judge_model: Model to ask there.
         judge_key: Environment variable that holds the endpoint's key.
@@ -253,6 +260,9 @@ def steer(
         model: Base model in place of the one named in the checkpoints.
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default steering.json in the first folder.
+
+    Raises:
+        MxdError: a judge that is named only in part, or twice.
     """
     if (judge is None) != (judge_model is None) or (judge is not None and judge_local is not None):
         raise MxdError("give --judge URL with --judge-model NAME, or --judge-local MODEL alone.")
@@ -261,12 +271,12 @@ def steer(
     from mxd.evaluation.judging import Endpoint, Judge, LocalJudge
     from mxd.evaluation.steering import answer, summary
 
-    asked: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
+    rater: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
     if judge is not None and judge_model is not None:
-        asked = Endpoint(judge, judge_model, judge_key)
-    found = answer(subject, how, named, asked)
-    say(summary(found["results"]))
-    save(found, checkpoints, "steering", out)
+        rater = Endpoint(judge, judge_model, judge_key)
+    results = answer(subject, how, named, rater)
+    say(summary(results["results"]))
+    save(results, checkpoints, "steering", out)
 
 
 @app.command
@@ -274,7 +284,7 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
     """Train every replacement of a run, answer the questions its config asks, and write the report.
 
     The questions are --evaluation.questions '[faithfulness, generation, units, structure, probing, masking, steering]'.
-    Run it again to go on after an interruption, or to ask more: what is there already is kept.
+    Run it again to continue after an interruption, or to ask more: existing results are kept.
 
     Args:
         config: YAML file; see configs/.
@@ -291,7 +301,7 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
 
 @app.command
 def report(run: Path, out: Path | None = None) -> None:
-    """Write one page, and the same in Markdown, of whatever is in a run's folder: what was trained and measured.
+    """Write one page, and the same in Markdown, of what was trained and measured in a run's folder.
 
     Args:
         run: a run folder, or one layer's.

@@ -1,4 +1,4 @@
-"""The entry of the command line: a user's mistake ends in one message here."""
+"""The entry point of the command line, where every user's mistake becomes one message."""
 
 import io
 import os
@@ -9,14 +9,18 @@ from mxd.cli.shared import app, rank
 
 
 def _end_bars() -> None:
-    """End the bars that a failed transfer leaves in the middle of a line, so that the message has a line of its own."""
+    """Close the progress bars of a failed transfer, so that the message begins on a new line."""
     bars = sys.modules.get("huggingface_hub.utils.tqdm")
     for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():  # tqdm has no public list of them
         bar.close()
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback."""
+    """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback.
+
+    Raises:
+        SystemExit: with a non-zero code, after a mistake, an interruption or a failure of the disk.
+    """
     from mxd.common import errors
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
@@ -29,7 +33,7 @@ def main() -> None:
         _end_bars()
         if not (error.shared and rank()):
             sys.stderr.write(f"mxd: {error}\n")
-        if isinstance(error, errors.LostError):  # a thread may wait inside of torch still, where Python's end aborts
+        if isinstance(error, errors.LostError):  # a thread may still wait inside torch; a normal exit would abort there
             sys.stderr.flush()
             os._exit(error.exit_code)
         sys.exit(error.exit_code)
@@ -39,6 +43,6 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
-    except OSError as error:  # a full disk, a lost mount: what is on disk stays as it was
+    except OSError as error:  # a full disk or a lost mount; files are written atomically, so nothing is damaged
         sys.stderr.write(f"mxd: {errors.printable(errors.redact(str(error)))}\n")
         sys.exit(1)

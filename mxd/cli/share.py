@@ -1,4 +1,4 @@
-"""Commands for layers and models that come and go: info, push, pull, convert, export-model."""
+"""Commands that exchange layers and models: info, push, pull, convert, export-model."""
 
 import json
 from pathlib import Path
@@ -26,14 +26,17 @@ def convert(
     Both: sparsify, saelens, circuit-tracer. From: gemma-scope, reference (the papers' .pt files). See docs/formats.md.
 
     Args:
-        sources_and_out: their file or folder, or checkpoints as for evaluate; last the folder to write.
-        from_: the tool whose files to read. The base model is what they name, or --model.
+        sources_and_out: the tool's file or folder, or checkpoints as for evaluate; last the folder to write.
+        from_: the tool whose files to read. The base model is the one they name, or --model.
         to: the tool whose files to write.
-        block: block they replace, where their files do not say; of several, the one to convert.
-        input: where their files leave it open: mlp_in, or normalized (before the affine part of the layer norm).
+        block: the block that is replaced, where the files do not say; of several, the one to convert.
+        input: what layers read, where the files leave it open: mlp_in, or normalized (before the norm's affine part).
         jumprelu: write JumpReLU thresholds, fitted on held-out text, also where the tool has TopK.
         tokens: held-out tokens for thresholds and for measuring what is lost.
         on: the text and the base model.
+
+    Raises:
+        MxdError: nothing to convert, not exactly one of from_ and to, or several sources for --from.
     """
     *sources, out = sources_and_out or [""]
     if not sources or (from_ is None) == (to is None):
@@ -45,11 +48,11 @@ def convert(
     if from_ is not None:
         if len(sources) > 1:
             raise MxdError(f"--from reads one file or folder, got {len(sources)}.")
-        found = import_layers(sources[0], out, from_, on.model, block, input, on.device)
+        converted = import_layers(sources[0], out, from_, on.model, block, input, on.device)
     else:
         subject = on.open("convert", sources)
-        found = export_layers(subject.trained, subject.base, subject.contexts, out, to or "", jumprelu, tokens)
-    for item in found:
+        converted = export_layers(subject.trained, subject.base, subject.contexts, out, to or "", jumprelu, tokens)
+    for item in converted:
         say("\n  ".join([f"{item.source} -> {item.path}", *item.notes, *([item.loss.line] if item.loss else [])]))
 
 
@@ -63,6 +66,9 @@ def export_model(model: str, /, *checkpoints_and_out: str) -> None:
         model: the base model: a bundled name, a Hub id, a folder or a .gguf file.
         checkpoints_and_out: layer folders, run folders or Hub references, one layer for each block; last the folder to
             write, which is new, empty or an earlier export.
+
+    Raises:
+        MxdError: no checkpoints.
     """
     *checkpoints, out = checkpoints_and_out or [""]
     if not checkpoints:
@@ -110,9 +116,9 @@ def push(
 
     Args:
         checkpoint: a layer folder, or a run folder (every layer in it, its faithfulness.json and a figure).
-        repo: org/name; made where it is not there yet.
+        repo: org/name; created if it does not exist.
         private: make the repository private.
-        revision: branch to push to, made where it is not there yet.
+        revision: branch to push to; created if it does not exist.
         create_pr: open a pull request instead.
         license: license of the layers, by the Hub's name (apache-2.0, mit, ...).
         message: commit message.
@@ -120,25 +126,25 @@ def push(
     from mxd.artifacts.transfer import push as send
 
     _draw(checkpoint)
-    done = send(checkpoint, repo, private, revision, create_pr, None, license, message)
-    say(f"pushed: {done.url}\nrevision: {done.revision}\nnext: mxd info {typed(f'{repo}@{done.revision}')}")
+    pushed = send(checkpoint, repo, private, revision, create_pr, None, license, message)
+    say(f"pushed: {pushed.url}\nrevision: {pushed.revision}\nnext: mxd info {typed(f'{repo}@{pushed.revision}')}")
 
 
 @app.command
 def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> None:
-    """Copy a layer, or a set of layers, from the Hugging Face Hub into a folder; what is there already stays.
+    """Copy a layer, or a set of layers, from the Hugging Face Hub into a folder; existing layers stay.
 
     Args:
         reference: org/name[/subfolder][@revision].
         folder: where the layer goes, or the layers of a set; by default checkpoints/NAME.
-        pattern: of a set only the layers whose names match, for example '*-k32'.
+        pattern: copy only the layers of a set whose names match, for example '*-k32'.
     """
     from mxd.artifacts.transfer import pull as fetch
 
-    places = fetch(reference, folder, pattern)
-    for place in places:
-        say(f"pulled: {place}")
-    say(f"next: mxd evaluate {typed(*places)}")
+    paths = fetch(reference, folder, pattern)
+    for path in paths:
+        say(f"pulled: {path}")
+    say(f"next: mxd evaluate {typed(*paths)}")
 
 
 def _draw(folder: Path) -> None:
@@ -147,7 +153,7 @@ def _draw(folder: Path) -> None:
     from mxd.common.files import read_json
     from mxd.report.figures import frontier
 
-    numbers, figure = folder / "faithfulness.json", folder / "frontier.png"
-    is_set = Evaluation.read(numbers) is not None and not (folder / "config.json").exists()
-    if is_set and (not figure.exists() or figure.stat().st_mtime < numbers.stat().st_mtime):
-        frontier(read_json(numbers), figure)
+    results, figure = folder / "faithfulness.json", folder / "frontier.png"
+    is_set = Evaluation.read(results) is not None and not (folder / "config.json").exists()
+    if is_set and (not figure.exists() or figure.stat().st_mtime < results.stat().st_mtime):
+        frontier(read_json(results), figure)

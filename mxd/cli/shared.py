@@ -1,4 +1,4 @@
-"""What the commands share: the app, the text and model that evaluations run on, what is printed and written."""
+"""What the commands share: the app, the text and model that evaluations run on, printing and saving."""
 
 import os
 import sys
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 N = TypeVar("N")
 
 MOST_UNITS = 100_000
-"""Units that can be named at a time."""
+"""Most units that can be named at a time."""
 
 FLAT = Parameter(name="*", negative_iterable=())
-"""Of a question's config: its fields are the command's options."""
+"""Marks a question's config: its fields are the command's options."""
 
 
 def _mistake(error: CycloptsError) -> Any:
-    """Return what is shown of a mistake on the command line.
+    """Return what is shown for a mistake on the command line.
 
     Raises:
-        MxdError: in a question's config, as ``checked`` says it.
+        MxdError: the mistake is in a question's config; the message is that of ``checked``.
     """
     if isinstance(error.__cause__, ValidationError):
         raise refusal(error.__cause__) from None
@@ -42,7 +42,7 @@ app = App(
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
     error_formatter=_mistake,
-    suppress_keyboard_interrupt=False,  # ``main`` says that it was one
+    suppress_keyboard_interrupt=False,  # ``main`` reports it
 )
 
 
@@ -68,41 +68,48 @@ class HeldOut:
         """Load the checkpoints a command was given.
 
         Raises:
-            MxdError: none was given, or as ``open_checkpoints``.
+            MxdError: there are none, or as ``open_checkpoints``.
         """
         if not checkpoints:
             raise MxdError(f"give at least one checkpoint: mxd {command} checkpoints/RUN")
         from mxd.evaluation.checkpoints import open_checkpoints
 
-        given = {k: v for k, v in asdict(self).items() if k not in ("model", "device") and v is not None}
-        return open_checkpoints(checkpoints, given, self.model, self.device)
+        text = {k: v for k, v in asdict(self).items() if k not in ("model", "device") and v is not None}
+        return open_checkpoints(checkpoints, text, self.model, self.device)
 
 
 HELD_OUT = HeldOut()
 
 
-def show_faithfulness(found: dict[str, Any]) -> None:
-    """Print the tables of an evaluation."""
+def show_faithfulness(results: dict[str, Any]) -> None:
+    """Print the tables of faithfulness."""
     from mxd.common.progress import PlainConsole
     from mxd.report.tables import tasks_table, terminal_tables
 
-    show(*terminal_tables(found, PlainConsole().width))
-    if "lm_eval" in found:
-        show(tasks_table(found["lm_eval"]))
+    show(*terminal_tables(results, PlainConsole().width))
+    if "lm_eval" in results:
+        show(tasks_table(results["lm_eval"]))
 
 
-def save(found: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
-    """Write results to ``out``, by default into the first checkpoint's folder; for a Hub reference here."""
+def save(results: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
+    """Write results to a JSON file.
+
+    Args:
+        results: of a question.
+        checkpoints: layers, folders or Hub references, as the command was given them.
+        name: the file's name, without its ending.
+        out: the file; by default in the first checkpoint's folder, for a Hub reference in the working directory.
+    """
     from mxd.artifacts.hub import reference_of
     from mxd.evaluation.checkpoints import save_results
 
     reference = reference_of(checkpoints[0])
-    place = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")
-    say(f"numbers: {save_results(found, out or place)}")
+    default = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")
+    say(f"numbers: {save_results(results, out or default)}")
 
 
 def show(*lines: Any) -> None:
-    """Print texts and tables with rich, as wide as the terminal."""
+    """Print texts and tables with rich, at the width of the terminal."""
     from mxd.common.progress import PlainConsole
 
     console = PlainConsole()
@@ -111,7 +118,16 @@ def show(*lines: Any) -> None:
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """Return the numbers of a list such as 3,17."""
+    """Return the numbers of a list such as 3,17.
+
+    Args:
+        option: its name, for the message.
+        text: the list.
+        kind: ``int`` or ``float``.
+
+    Raises:
+        MxdError: something else than numbers.
+    """
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError as error:
@@ -119,25 +135,29 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
 
 
 def ranges(option: str, text: str) -> list[int]:
-    """Return the numbers of a list such as 3,17,40-49."""
+    """Return the numbers of a list such as 3,17,40-49.
+
+    Raises:
+        MxdError: something else than numbers and ranges, or too many numbers.
+    """
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
             raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
-        given = range(int(first), int(last or first) + 1)
-        if len(numbers) + len(given) > MOST_UNITS:
+        span = range(int(first), int(last or first) + 1)
+        if len(numbers) + len(span) > MOST_UNITS:
             raise MxdError(f"{option} is {text!r}; expected {MOST_UNITS:,} numbers at most.")
-        numbers += given
+        numbers += span
     return numbers
 
 
 def say(text: str) -> None:
-    """Print a text; in a launch of many processes the first one does."""
+    """Print a text; in a launch of many processes only the first prints."""
     if not rank():
         sys.stdout.write(printable(text) + "\n")
 
 
 def rank() -> int:
-    """Return this process's number in its launch; 0 speaks for all."""
+    """Return this process's rank in its launch; rank 0 speaks for all."""
     return int(os.environ.get("RANK", 0)) if os.environ.get("WORLD_SIZE", "1") != "1" else 0

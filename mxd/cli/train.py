@@ -9,7 +9,7 @@ from mxd.cli.shared import app, say, show, show_faithfulness
 from mxd.common.errors import MxdError, printable, typed
 
 DEMO_TOKENS = 32_768
-"""Held-out tokens the demo measures on."""
+"""Held-out tokens that the demo measures on."""
 
 
 @app.command
@@ -54,8 +54,8 @@ def cache(
 ) -> None:
     """Write the activations a run trains on to disk once; `mxd train --data.cache FOLDER` then reads them.
 
-    What is there is verified; what is missing or damaged is written. Size: 4 bytes (2 with --dtype bfloat16) x
-    (d_in + d_out) x layers for each token.
+    Existing shards are verified; missing and damaged ones are written. Size: 4 bytes (2 with --dtype bfloat16) x
+    (d_in + d_out) x blocks for each token.
 
     Args:
         config: YAML file of a run.
@@ -87,11 +87,11 @@ def plan(
     Args:
         config: YAML file of a run.
         overrides: fields to set, by dotted name.
-        processes: as if so many were launched.
+        processes: how many are to be launched.
         groups: as for train.
         shard: as for train.
         network: gigabytes a second between processes; without it their exchanges take no time.
-        tokens_per_second: what one process was measured to train on this config, in place of this machine's speeds.
+        tokens_per_second: measured rate of one process on this config, in place of this machine's speeds.
         json: file for all numbers.
     """
     from mxd.common.files import write_json
@@ -101,13 +101,13 @@ def plan(
     from mxd.report.plan import plan_numbers, plan_tables
 
     run = load_config(config, overrides)
-    found = plan_run(run, world=processes, groups=groups, shard=shard)
-    speeds, times = expected(run, found, network, tokens_per_second)
-    about = found, speeds, times, run.training.batch_tokens, run.training.steps
-    show(*plan_tables(*about))
+    needs = plan_run(run, world=processes, groups=groups, shard=shard)
+    speeds, times = expected(run, needs, network, tokens_per_second)
+    facts = needs, speeds, times, run.training.batch_tokens, run.training.steps
+    show(*plan_tables(*facts))
     if json is not None:
-        write_json(json, plan_numbers(*about))
-    check_memory(run, found)
+        write_json(json, plan_numbers(*facts))
+    check_memory(run, needs)
     say("it fits")
 
 
@@ -140,21 +140,21 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     from mxd.training.trainer import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
-    marker = config.folder / "faithfulness.json"
+    numbers = config.folder / "faithfulness.json"
     earlier = config.folder / "config.yaml"
     is_demo = earlier.exists() and earlier.read_text("utf-8", "replace") == dump_config(config)
-    interrupted = is_demo and not marker.exists()
+    interrupted = is_demo and not numbers.exists()  # they are written last
     if is_demo and not interrupted:
         shutil.rmtree(config.folder)
     folder = run_training(config, resume=interrupted)
     how = FaithfulnessConfig(tokens=DEMO_TOKENS)
-    found = answer(open_checkpoints([folder], device=config.model.device), how)
+    results = answer(open_checkpoints([folder], device=config.model.device), how)
     with atomic_file(folder / "table.md") as file:
-        file.write_text(printable(markdown_tables(found)), encoding="utf-8")
-    figure = frontier(found, folder / "frontier.png")
-    save_results(found, marker)
-    show_faithfulness(found)
-    say(f"numbers: {marker}\ntable:   {folder / 'table.md'}\nfigure:  {figure}")
+        file.write_text(printable(markdown_tables(results)), encoding="utf-8")
+    figure = frontier(results, folder / "frontier.png")
+    save_results(results, numbers)
+    show_faithfulness(results)
+    say(f"numbers: {numbers}\ntable:   {folder / 'table.md'}\nfigure:  {figure}")
 
 
 def _worker(text: str | None) -> tuple[int, int] | None:

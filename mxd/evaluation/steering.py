@@ -78,8 +78,11 @@ def evaluate_steering(
         ``disagreements``.
 
     Raises:
-        MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers of another model.
+        MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers that are not additive or of another
+            model.
     """
+    for trained in layers.values():
+        trained.layer.check_additive()
     ids = _prompt(model, how, bos)
     chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():

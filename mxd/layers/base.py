@@ -269,12 +269,20 @@ class ReplacementLayer(nn.Module, ABC):
         Raises:
             MxdError: the layer is not additive.
         """
+        self.check_additive()
+        return self._unit_output(n, x).to(x.dtype)
+
+    def check_additive(self) -> None:
+        """Check that the layer has unit outputs, which steering needs.
+
+        Raises:
+            MxdError: the layer is not additive.
+        """
         if not self.additive:
             raise MxdError(
                 f"a unit of {self.config.label} adds no direction of its own to the output, since its parts interact; "
                 "mask it instead (mxd mask, or the mask of mxd.spliced)."
             )
-        return self._unit_output(n, x).to(x.dtype)
 
     def penalty(self, code: Code) -> Float[Tensor, ""]:
         """Return what the sparsity adds to the training loss: zero for top-k, the L1 term for ReLU + L1."""

@@ -1,1 +1,1 @@
-"""What a run is made of and what it needs: replacements and who trains them, memory, time."""
+"""What a run consists of and what it needs: replacements and the processes that train them, memory, time."""

@@ -1,4 +1,4 @@
-"""What a run is made of: the replacements with their names and complete configs, and which processes train which."""
+"""What a run consists of: replacements with their names and complete configs, and which processes train which."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,33 +14,33 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
     """Return name -> (block, complete config) for everything the run trains.
 
     Raises:
-        MxdError: a layer out of range, a size that does not fit, or two replacements that are the same.
+        MxdError: a block out of range, a size that does not fit, or two replacements that are the same.
     """
     plans: dict[str, tuple[int, ReplacementConfig]] = {}
     for number in config.blocks:
         base.check_block(number)
         shape = base.mlp_shape(number)
-        for wanted in config.replacements:
-            complete = size(wanted.resolve(shape), config.sizing.expansion, config.sizing.match)
+        for replacement in config.replacements:
+            complete = size(replacement.resolve(shape), config.sizing.expansion, config.sizing.match)
             complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
             name = f"block{number}-{complete.slug}"
-            taken = [n for n in plans if n == name or n.startswith(f"{name}-v")]
-            if any(plans[n] == (number, complete) for n in taken):
+            alike = [n for n in plans if n == name or n.startswith(f"{name}-v")]
+            if any(plans[n] == (number, complete) for n in alike):
                 raise MxdError(f"the run trains {name} twice with the same settings; remove one from replacements.")
-            plans[f"{name}-v{len(taken) + 1}" if taken else name] = (number, complete)
+            plans[f"{name}-v{len(alike) + 1}" if alike else name] = (number, complete)
     return plans
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Groups of processes, each with replacements of its own; the processes of a group divide each batch."""
+    """Groups of processes, each of which trains its own replacements; the processes of a group divide each batch."""
 
     groups: tuple[tuple[str, ...], ...]
     """The replacements that each group trains."""
     parts: int
     """Processes in a group."""
     shares: tuple[RankPart, ...]
-    """What each process takes of the stream: group 0's processes come first."""
+    """The part of the stream that each process takes, by rank: group 0's processes come first."""
 
 
 def parallel_layout(
@@ -48,17 +48,17 @@ def parallel_layout(
 ) -> ParallelLayout:
     """Spread replacements over the processes of a launch.
 
-    Groups cost nothing, as they train apart; the processes of one group exchange gradients. So there are by default as
-    many groups as replacements and processes allow, each with about as many parameters.
+    Groups cost nothing, since they train independently, while the processes of one group exchange gradients. So by
+    default there are as many groups as replacements and processes allow, with about equally many parameters.
 
     Args:
         plans: name -> (block, complete config) of the replacements.
-        world: processes.
+        world: number of processes.
         batch_tokens: tokens in a step.
-        groups: how many; a divisor of ``world``, and no more than there are replacements.
+        groups: number of groups; a divisor of ``world``, and no more than there are replacements.
 
     Raises:
-        MxdError: the processes cannot be divided so, or a batch cannot among a group.
+        MxdError: the processes cannot form that many groups, or a group cannot divide a batch equally.
     """
     possible = [n for n in range(1, world + 1) if world % n == 0 and n <= len(plans)]
     count = groups or possible[-1]
@@ -73,15 +73,15 @@ def parallel_layout(
             f"the {parts} processes of a group cannot divide training.batch_tokens = {batch_tokens} equally; change "
             "it, the number of processes, or --groups."
         )
-    loads = [0] * count
+    loads = [0] * count  # parameters of each group; the largest replacement goes first, always to the lightest group
     members: list[list[str]] = [[] for _ in range(count)]
     for name in sorted(plans, key=lambda name: -plans[name][1].num_params):
         lightest = loads.index(min(loads))
         loads[lightest] += plans[name][1].num_params
         members[lightest].append(name)
-    wanted = [tuple(sorted({plans[name][0] for name in names})) for names in members]
+    blocks = [tuple(sorted({plans[name][0] for name in names})) for names in members]
     return ParallelLayout(
         groups=tuple(tuple(sorted(names, key=list(plans).index)) for names in members),
         parts=parts,
-        shares=tuple(RankPart(wanted[rank // parts], rank % parts, parts) for rank in range(world)),
+        shares=tuple(RankPart(blocks[rank // parts], rank % parts, parts) for rank in range(world)),
     )

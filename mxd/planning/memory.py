@@ -1,6 +1,6 @@
 """What a run needs: memory, disk and work, known before any weight is loaded.
 
-Costs are found on the meta device by the code that trains (``mxd.planning.profiler``); the rest is counted from shapes.
+The code that trains is metered on the meta device (``mxd.planning.profiler``); the rest is counted from shapes.
 """
 
 import itertools
@@ -33,25 +33,24 @@ ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""
 
 TEXT_BYTES = 5
-"""Memory for each byte of a local text: documents, the tables they are read from, and token ids; measured."""
-
+"""Bytes of memory for each byte of a local text: documents, the tables they are read from, token ids; measured."""
 
 GZIP_RATIO = 4
-"""What text in .gz files is taken to unpack to, times their size."""
+"""Assumed size of unpacked text, relative to its .gz file."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a part of a run does for one token."""
+    """What the base model or a replacement does for one token."""
 
     flops: float
-    """Of dense products."""
+    """FLOPs of dense products."""
     rounded: float
-    """Of them, those in bfloat16."""
+    """Those among them that are in bfloat16."""
     moved: float
-    """Bytes read and written that grow with the tokens."""
+    """Bytes read and written, in proportion to the tokens."""
     fixed: float = 0.0
-    """Bytes read and written once a step, divided by its tokens."""
+    """Bytes read and written once in a step, divided by its tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ class Plan:
     memory: dict[str, dict[str, int]]
     """Phase -> part -> bytes on the device."""
     host: dict[str, dict[str, int]]
-    """The same beside the device; empty where the device is the CPU."""
+    """The same in the host's memory; empty where the device is the CPU."""
     disk: dict[str, int]
     """Part -> bytes."""
     layout: ParallelLayout
-    """Who trains what, in a launch of many processes; the memory is that of the process that needs most."""
+    """Which process trains what in a launch of many; the memory is that of the process that needs most."""
     site_bytes: dict[int, int]
-    """Block -> bytes of a token's activations there, input and output."""
+    """Block -> bytes of one token's activations there, input and output."""
     work: dict[str, Work]
     """``base model`` and every replacement -> work for a token."""
 
@@ -84,7 +83,7 @@ class Plan:
 
 
 def peak(phases: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
-    """Return the phase that holds the most memory, and how much."""
+    """Return the phase that needs the most memory, and how much that is."""
     name = max(phases, key=lambda phase: sum(phases[phase].values()), default="")
     return name, sum(phases[name].values()) if name else 0
 
@@ -102,7 +101,7 @@ def plan_run(
         shard: whether a group's processes divide weights, gradients and moments among them.
 
     Raises:
-        MxdError: no such model, layer or device, or a size that does not fit.
+        MxdError: no such model, block or device, or a size that does not fit.
     """
     loaded = None if model is None else wrap(model)
     device = pick_device(local_device(config.model.device)) if loaded is None else loaded.device
@@ -118,6 +117,7 @@ def plan_run(
     parts = _Parts(config, shape, dtype, replacements, layout, shard, device, loaded)
     if config.training.accumulation != "auto":
         return parts.plan(config.training.accumulation)
+    # ``auto``: in as few parts as fit into the free memory; where none do, the plan for one part says what is missing.
     plans = (parts.plan(number) for number in _divisors(config.training.batch_tokens // layout.parts))
     first = next(plans)
     return next(filter(_fits, itertools.chain([first], plans)), first)
@@ -128,7 +128,7 @@ def _fits(plan: Plan) -> bool:
 
 
 class _Parts:
-    """Everything that a plan adds up, each found once."""
+    """All that a plan adds up, measured once for every ``accumulation`` that is tried."""
 
     def __init__(
         self,
@@ -151,9 +151,11 @@ class _Parts:
             0 if loaded else _reading_bytes(config.model.source, self.weights, max(map(torch.numel, tensors)))
         )
         self.text = _text_bytes(config)
-        inside = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
-        self.process = max(0, resident() - inside)
-        self.widths = {n: (one.d_in, one.d_out) for n, one in ((n, shape.mlp_shape(n)) for n in config.blocks)}
+        # The resident memory of a process that was handed a model on the CPU includes its weights.
+        counted = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
+        self.process = max(0, resident() - counted)
+        mlps = {number: shape.mlp_shape(number) for number in config.blocks}
+        self.widths = {number: (mlp.d_in, mlp.d_out) for number, mlp in mlps.items()}
         self.forward_tokens = config.data.forward_contexts * config.data.context
         self.forward = Cost()
         if config.data.cache is None:
@@ -161,20 +163,20 @@ class _Parts:
             self.forward = meter(lambda: shape.record(ids, config.blocks))
 
     def plan(self, accumulation: int) -> Plan:
-        """Return the plan, for batches that are processed in so many parts."""
+        """Return the plan for batches that are processed in ``accumulation`` parts."""
         training, parts = self.config.training, self.layout.parts
-        rows = -(-training.batch_tokens // parts // accumulation)
+        rows = -(-training.batch_tokens // parts // accumulation)  # tokens in a part, rounded up
         candidates = candidate_dtype(self.device, training.candidates)
         steps = {
             name: _step(layer, rows, accumulation, candidates, self.device)
             for name, (_, layer) in self.replacements.items()
         }
-        host = self.beside()
+        host = self.on_host()
         groups = [self.on_device(group, steps) for group in self.layout.groups]
         device = max(groups, key=lambda phases: peak(phases)[1])
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # one memory for both
             largest = max(cost.largest for cost in (self.forward, *steps.values()))
-            device, host = {phase: _kept(host[phase] | device[phase], device, largest) for phase in device}, {}
+            device, host = {phase: _with_heap(host[phase] | device[phase], device, largest) for phase in device}, {}
         work = {"base model": _work(self.forward, self.forward_tokens)}
         sites = {number: buffer_bytes([widths], 1) for number, widths in self.widths.items()}
         tokens = training.batch_tokens
@@ -189,45 +191,47 @@ class _Parts:
         return self.replacements[name][1].num_units or 0
 
     def on_device(self, group: tuple[str, ...], steps: Mapping[str, Cost]) -> dict[str, dict[str, int]]:
-        """Return phase -> part -> bytes on the device of a process that trains these replacements."""
+        """Return phase -> part -> bytes on the device of a process that trains the replacements of a group."""
         training, world = self.config.training, len(self.layout.shares)
         params = sum(map(self.params, group))
-        own = {number: self.widths[number] for number in {self.replacements[name][0] for name in group}}
+        blocks = {self.replacements[name][0] for name in group}
+        # A process records all blocks on its share of the tokens, and receives its group's blocks on its part of them.
         batch, window = (
-            buffer_bytes(list(own.values()), n // self.layout.parts)
+            buffer_bytes([self.widths[number] for number in blocks], n // self.layout.parts)
             for n in (training.batch_tokens, training.buffer_tokens)
         )
         recorded = buffer_bytes(list(self.widths.values()), training.buffer_tokens // world)
-        several = training.tokens > training.buffer_tokens
-        filling = recorded + (window if world > 1 else 0)  # what is recorded, and what is received
+        filling = recorded + (window if world > 1 else 0)
         if self.config.data.cache is not None:
-            window = filling = 3 * batch
-        own_params = params // self.shards
-        begun = {"replacements": 4 * own_params, "counters": sum(8 * self.units(name) for name in group)}
-        trained = {"gradients": 4 * own_params, "Adam's moments": 8 * own_params}
-        whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0  # of one layer at a time
+            window = filling = 3 * batch  # the batch in use, and two read ahead
+        refilled = training.tokens > training.buffer_tokens  # with gradients and moments in memory
+        sharded = params // self.shards
+        layers = {"replacements": 4 * sharded, "counters": sum(8 * self.units(name) for name in group)}
+        optimizer = {"gradients": 4 * sharded, "Adam's moments": 8 * sharded}
         weights = {"base model": self.weights}
+        # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
+        whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
         step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
         return {
             "loading": weights,
             "recording activations": {
                 **weights,
-                **begun,
-                **(trained if several else {}),
+                **layers,
+                **(optimizer if refilled else {}),
                 "activations": filling,
                 "forward": self.forward.peak,
             },
             "taking steps": {
                 **weights,
-                **begun,
-                **trained,
+                **layers,
+                **optimizer,
                 "activations": window + batch,
                 "largest step": step + whole,
             },
         }
 
-    def beside(self) -> dict[str, dict[str, int]]:
-        """Return phase -> part -> bytes of what is in the host's memory wherever the run takes place."""
+    def on_host(self) -> dict[str, dict[str, int]]:
+        """Return phase -> part -> bytes in the host's memory, whatever the device."""
         process = {"Python, libraries": self.process}
         writing = max(map(self.params, self.replacements)) * 12 if self.device.type != "cpu" else 0
         loading = self.weights if self.device.type != "cpu" else 0
@@ -239,19 +243,20 @@ class _Parts:
         }
 
     def disk(self) -> dict[str, int]:
-        """Return part -> bytes that the run writes; one state more than are kept exists while it is written."""
+        """Return part -> bytes that the run writes; a new state is written before an old one is removed."""
         params = sum(map(self.params, self.replacements))
         units = sum(map(self.units, self.replacements))
         states = self.config.training.keep_states + 1
+        # A state holds weights and two moments in float32, and when each unit was last active in int64.
         return {f"{states} states": states * (12 * params + 8 * units), "layers": 4 * params}
 
 
 def _step(
     config: ReplacementConfig, rows: int, accumulation: int, candidates: CandidateDtype, device: torch.device
 ) -> Cost:
-    """Return what a step costs but for Adam's part, in so many parts of so many rows."""
+    """Return the cost of a step without Adam's, for ``accumulation`` parts of ``rows`` tokens each."""
     k = config.sparsity.max_k
-    if k is not None:  # the most units that it may draw
+    if k is not None:  # random-k at its largest draw
         config = config.model_copy(update={"sparsity": TopKConfig(k=k)})
     with torch.device("meta"):
         layer = config.build().train()
@@ -261,7 +266,7 @@ def _step(
     part = partial(forward_backward, layer, x, y, accumulation)
     with metered_as(device.type):
         first = meter(part)
-        later = meter(part) if accumulation > 1 else Cost()  # the gradient so far is there, too
+        later = meter(part) if accumulation > 1 else Cost()  # adds to the gradient, which is held beside it
     return Cost(
         flops=accumulation * first.flops,
         rounded=accumulation * first.rounded,
@@ -272,15 +277,15 @@ def _step(
 
 
 def _work(cost: Cost, tokens: int | float, fixed: float = 0.0) -> Work:
-    """Divide a cost by the tokens it is for."""
+    """Divide a cost by the number of tokens that it is for."""
     return Work(cost.flops / tokens, cost.rounded / tokens, cost.moved / tokens, fixed)
 
 
-def _kept(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], largest: int) -> dict[str, int]:
-    """Add, once a run is under way, what the heap keeps of freed blocks and cannot use again.
+def _with_heap(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], largest: int) -> dict[str, int]:
+    """Add, once a run is under way, the freed memory that the heap keeps and cannot use again.
 
-    That is about half of the smaller phase's temporaries, and one place for the largest block, in which a small one
-    stands: found by measuring (docs/scaling.md).
+    That is about half of the smaller phase's temporaries, and a gap of the largest tensor's size that a small one
+    keeps from being used: found by measuring (docs/scaling.md).
     """
     if "activations" not in parts:
         return parts
@@ -289,20 +294,20 @@ def _kept(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], larges
 
 
 def _saved(module: Any) -> int:
-    """Return what a float16 model saves with its linear maps, but for the last, in 8 bits and scales in float32."""
+    """Return the bytes that int8 saves against float16: linear maps, except the head, in 8 bits with float32 scales."""
     head = module.get_output_embeddings()
     maps = [(type(m).__name__, m.weight) for m in module.modules() if m is not head and hasattr(m, "weight")]
-    sizes = {"Linear": 0, "Conv1D": 1}  # which side is the output's
+    sizes = {"Linear": 0, "Conv1D": 1}  # the dimension of the outputs, each with a scale
     return sum(w.numel() - 4 * w.shape[sizes[kind]] for kind, w in maps if kind in sizes)
 
 
 def _reading_bytes(source: str, weights: int, largest: int) -> int:
-    """Return what reading a model takes beside its weights: of GGUF a tensor twice in float32, else the mapped file."""
+    """Return the memory that reading takes beside the weights: for GGUF one tensor twice in float32, else the file."""
     return 8 * largest if source.endswith(".gguf") else weights
 
 
 def _text_bytes(config: RunConfig) -> int:
-    """Return the memory that a local text and its reader take; nothing where its size cannot be known."""
+    """Return the memory that a local text and its reader take; 0 where its size cannot be known."""
     import pyarrow.parquet as pq
 
     if config.data.cache is not None:
@@ -323,19 +328,19 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def check_memory(config: RunConfig, plan: Plan) -> None:
-    """Say so before starting if a run cannot fit into memory or onto the disk.
+    """Check that a run fits into memory and onto the disk.
 
     Raises:
-        MxdError: with the parts, largest first, and what to lower.
+        MxdError: it does not; the message lists the parts, largest first, and what to lower.
     """
-    places = {str(plan.device): (plan.memory, free_memory(plan.device))}
+    memories = {str(plan.device): (plan.memory, free_memory(plan.device))}
     if plan.host:
-        places["the host"] = (plan.host, free_memory(torch.device("cpu")))
-    for place, (phases, free) in places.items():
+        memories["the host"] = (plan.host, free_memory(torch.device("cpu")))
+    for name, (phases, free) in memories.items():
         phase, needed = peak(phases)
         if needed > free:
             raise MxdError(
-                f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {place}: "
+                f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {name}: "
                 f"{_listed(phases[phase])} (while {phase}). Lower training.buffer_tokens or sizing.expansion, set "
                 "training.accumulation to auto, load the base model in bfloat16 (model.dtype), or train fewer "
                 "replacements at a time."
@@ -350,7 +355,7 @@ def check_memory(config: RunConfig, plan: Plan) -> None:
 
 
 def _listed(parts: Mapping[str, int]) -> str:
-    """Return the parts that count, largest first."""
+    """Return the parts of more than 2%, largest first."""
     shown = sorted(((n, part) for part, n in parts.items() if n > sum(parts.values()) // 50), reverse=True)
     return ", ".join(f"{part} {n / 2**30:.2f}" for n, part in shown)
 
@@ -362,10 +367,17 @@ def prepare(
     groups: int | None = None,
     shard: bool = False,
 ) -> tuple[RunConfig, Plan]:
-    """Plan a run, refuse what cannot fit, and say what is about to be trained.
+    """Plan a run, check that it fits, and print what is about to be trained.
+
+    Args:
+        config: the run.
+        model: as for ``plan_run``.
+        processes: those of the launch.
+        groups: as for ``plan_run``.
+        shard: as for ``plan_run``.
 
     Returns:
-        The config with the number of parts of a batch written in, the same in every process, and the plan.
+        The config with ``accumulation`` filled in, the same in every process, and the plan.
 
     Raises:
         MxdError: as ``plan_run`` and ``check_memory``.

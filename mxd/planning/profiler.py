@@ -1,6 +1,6 @@
-"""What a computation costs, found without computing it: on PyTorch's meta device tensors have shapes and no numbers.
+"""What a computation costs, without computing it: on PyTorch's meta device tensors have shapes and no numbers.
 
-The code that is metered is the code that runs, so a new layer or model family needs nothing here.
+What is metered is the code that runs, so a new layer or model family needs nothing here.
 """
 
 import weakref
@@ -17,41 +17,41 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call takes."""
+    """What one call costs."""
 
     flops: int = 0
-    """Of its dense products, two for each multiplication with its addition."""
+    """FLOPs of its dense products, two for each multiply-add."""
     rounded: int = 0
-    """Of them, those of products in bfloat16."""
+    """Those among them that are in bfloat16."""
     moved: int = 0
-    """Bytes that its operations read and write, as if nothing stayed in cache from one to the next."""
+    """Bytes that its operations read and write, as if no cache kept anything between them."""
     peak: int = 0
-    """Largest number of bytes that it held at a time, besides what was there before."""
+    """Largest number of bytes that it held at a time, without what was allocated before the call."""
     largest: int = 0
     """Bytes of its largest tensor."""
 
 
 def meter(run: Callable[[], Any]) -> Cost:
-    """Run a function and return what it costs: on the meta device what it would cost elsewhere.
+    """Run a function and return its cost; on the meta device, what it would cost elsewhere.
 
-    Where it asks a tensor there for a number, the answer is zero; where it asks whether something holds, that it does.
+    Code that asks a meta tensor for its number gets 0, and for a truth value ``True``.
     """
-    with _Meter() as found, FlopCounterMode(display=False) as counter:
+    with _Meter() as costs, FlopCounterMode(display=False) as counter:
         run()
-    return Cost(counter.get_total_flops(), found.rounded, found.moved, found.peak, found.largest)
+    return Cost(counter.get_total_flops(), costs.rounded, costs.moved, costs.peak, costs.largest)
 
 
 _aten = torch.ops.aten
 
 _ROWS_READ = {_aten.embedding, _aten.index, _aten.gather}
-"""Read no more of their table than they return."""
+"""Operations that read no more of their table than they return."""
 
 _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only, _aten._embedding_bag_per_sample_weights_backward}
-"""Read one row of the first or second tensor for each index."""
+"""Operations that read one row of a table for each index."""
 
 
 class _Meter(TorchDispatchMode):
-    """Sees every operation, in the backward pass, too."""
+    """Sees every operation, also those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class _Meter(TorchDispatchMode):
         out = _of_unknown_size(func, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        made = list(_tensors(out))
-        for tensor in made:
+        outputs = list(_tensors(out))
+        for tensor in outputs:
             self.hold(tensor)
-        if func.overloadpacket in flop_registry and made[0].dtype is torch.bfloat16:
+        if func.overloadpacket in flop_registry and outputs[0].dtype is torch.bfloat16:
             self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         if not func.is_view:
-            self.moved += _traffic(func, list(_tensors((args, kwargs))), made)
+            self.moved += _traffic(func, list(_tensors((args, kwargs))), outputs)
         return out
 
     def hold(self, tensor: Tensor) -> None:
@@ -88,7 +88,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _of_unknown_size(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an operation would whose result's size depends on numbers; ``None`` for all others."""
+    """Return the result of an operation whose size depends on numbers, which meta tensors lack; else ``None``."""
     if func is _aten.bincount.default and args[0].is_meta:
         size = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
         return torch.empty(size, dtype=torch.int64, device="meta")
@@ -99,16 +99,17 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _traffic(func: Any, read: list[Tensor], made: list[Tensor]) -> int:
-    written = sum(map(_bytes, made))
+def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes that an operation reads and writes."""
+    written = sum(map(_bytes, outputs))
     packet = func.overloadpacket
-    if packet in _ROWS_READ:
+    if packet in _ROWS_READ:  # each row is read once and written once
         return 2 * written
-    if packet in _BAGS:  # both tables of the last have rows of the same width
-        indices = max((t for t in read if not t.is_floating_point()), key=Tensor.numel)
-        table = read[0]
+    if packet in _BAGS:  # a bag reads its rows and writes their sum; the gradient's two tables are equally wide
+        indices = max((t for t in inputs if not t.is_floating_point()), key=Tensor.numel)
+        table = inputs[0]
         return written + _bytes(indices) + indices.numel() * table.shape[1] * table.element_size()
-    return written + sum(map(_bytes, read))
+    return written + sum(map(_bytes, inputs))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -2,8 +2,9 @@
 
     step = base / P + exchange + max over groups (steps / s + Adam) + gradients
 
-for P processes in groups of s. What is computed takes ``FLOPs / product speed + bytes / copy speed``; the exchange of
-activations and the sum of gradients take ``bytes / network speed``. Nothing is assumed to overlap.
+for P processes in groups of s: all P share the base model's forward, the s of a group share its replacements' steps,
+and each of them updates all parameters. Computation takes ``FLOPs / product speed + bytes / copy speed``; the exchange
+of activations and the sum of gradients take ``bytes / network speed``. Nothing is assumed to overlap.
 """
 
 from dataclasses import dataclass, replace
@@ -19,18 +20,18 @@ from mxd.planning.memory import Plan, Work
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one process's device, while the others run, too."""
+    """Speeds of one process's device, while the other processes run, too."""
 
     products: float
     """FLOPs a second of float32 products, or TF32 ones where a run asks for them."""
     rounded: float
-    """FLOPs a second of bfloat16 products, which propose units."""
+    """FLOPs a second of bfloat16 products, which select the candidate units."""
     base: float
     """FLOPs a second in the base model's dtype."""
     copies: float
     """Bytes a second read and written."""
     network: float | None = None
-    """Bytes a second that a process sends to others, while it receives as many; ``None``: not known."""
+    """Bytes a second that a process sends while it receives as many; ``None``: unknown."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Times:
     """Where the seconds of a step go, for the slowest group."""
 
     base: float
-    """The base model's forward, over this process's share of the tokens."""
+    """The base model's forward, over a process's share of the tokens."""
     steps: float
     """Forward and backward of the replacements."""
     adam: float
-    """Optimiser steps, which every process of a group takes alike."""
+    """Optimiser steps, the same in every process of a group."""
     exchange: float
-    """Activations from those who ran the base model to those who train on them."""
+    """Sending activations to the processes that train on them."""
     gradients: float
     """Summing gradients over a group."""
     exchanged: float
@@ -59,7 +60,13 @@ class Times:
 
 
 def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
-    """Measure the device at hand, in about a second."""
+    """Measure the device at hand, in about a second.
+
+    Args:
+        config: the run, which says in what dtypes products are computed.
+        device: the device.
+        network: bytes a second between processes.
+    """
     products = product_speed(device, tf32=config.training.tf32)
     rounded = products if config.training.candidates == "float32" else product_speed(device, torch.bfloat16)
     dtype = DTYPES[config.model.dtype]
@@ -78,18 +85,20 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
     Args:
         plan: what the run needs, and how it is divided.
         tokens: tokens in a step.
-        speeds: of each process.
-        factor: on the time of everything that is computed.
+        speeds: those of each process.
+        factor: multiplies the time of everything that is computed.
     """
     world, parts = len(plan.layout.shares), plan.layout.parts
     base = plan.work["base model"]
-    found = []
+    times = []
     for group, share in zip(plan.layout.groups, plan.layout.shares[::parts], strict=True):
         work = [plan.work[name] for name in group]
         params = sum(plan.replacements[name][1].num_params for name in group)
+        # Every process recorded 1 / world of the tokens itself; the rest of its part comes from the others.
         received = tokens / parts * sum(plan.site_bytes[block] for block in share.blocks) * (world - 1) / world
+        # A ring all-reduce sends each float32 gradient (parts - 1) / parts times twice: to sum, and to spread the sums.
         reduced = 8 * params * (parts - 1) / parts
-        found.append(
+        times.append(
             Times(
                 base=factor * tokens / world * (base.flops / speeds.base + base.moved / speeds.copies),
                 steps=factor * tokens / parts * sum(product_seconds(w, speeds) + w.moved / speeds.copies for w in work),
@@ -100,7 +109,7 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
                 reduced=reduced,
             )
         )
-    return max(found, key=lambda times: times.step)
+    return max(times, key=lambda group: group.step)
 
 
 def expected(
@@ -112,7 +121,7 @@ def expected(
         config: the run.
         plan: what it needs.
         network: gigabytes a second between processes.
-        tokens_per_second: what one process was measured to train on this config; sets the factor.
+        tokens_per_second: measured rate of one process on this config, to which the computed time is scaled.
     """
     speeds = measured_speeds(config, plan.device, network and network * 1e9)
     tokens = config.training.batch_tokens

@@ -1,1 +1,1 @@
-"""What leaves the house: whole models for transformers, layers for other tools and from them."""
+"""Exchange with other tools: whole models for transformers, layers to and from other tools' files."""

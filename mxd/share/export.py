@@ -1,7 +1,7 @@
 """Write a spliced model as a normal transformers repository, which loads where mxd is not installed.
 
-config.json             the base model's, under a ``model_type`` of its own, and what is spliced in under ``mxd``
-model.safetensors       all weights; an MLP that nothing needs any more is left out
+config.json             the base model's, with a ``model_type`` of its own; ``mxd`` describes what is spliced in
+model.safetensors       all weights, without the MLPs that are no longer needed
 modeling_spliced.py     the code: plain PyTorch on top of the base model's class
 and the tokenizer, the generation config, a README
 """
@@ -37,19 +37,19 @@ def export_model(
     out: str | Path,
     check: bool = True,
 ) -> Path:
-    """Write the model with the replacements spliced in; it appears whole or not at all, and the model stays as it is.
+    """Write the model with the replacements spliced in, whole or not at all; the model in memory stays as it is.
 
     ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` gives the spliced model's logits.
 
     Args:
         model: a ``FrozenModel`` or a loaded Hugging Face model.
         replacements: block number -> layer, what ``load_layer`` returned, or a path or Hub reference for it.
-        out: the folder; new, empty, or an earlier export.
+        out: the folder: new, empty, or an earlier export.
         check: compare provenance with the model.
 
     Raises:
-        MxdError: as ``spliced``; nothing to splice; a model whose class is not one of transformers' own; another
-            module than one of mxd's layers; a folder that holds something else or cannot be written.
+        MxdError: as ``spliced``; nothing to splice; a model whose class is not transformers' own; a module that is
+            none of mxd's layers; a folder that holds something else or cannot be written.
     """
     frozen, out = wrap(model), Path(out)
     loaded = {n: load_layer(r) if isinstance(r, str | Path) else r for n, r in sorted(replacements.items())}
@@ -76,8 +76,8 @@ def export_model(
 def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str | Path) -> Path:
     """Load a base model and checkpoints that replace different blocks of it, and export them together.
 
-    The model is loaded in the dtype the checkpoints were trained with, and, where it goes by the name they give, at
-    the revision they give.
+    The model is loaded in the dtype the checkpoints were trained with, and, if they name the same model, at the
+    revision they name.
 
     Args:
         model: the base model, as ``load_frozen`` takes it.
@@ -88,36 +88,41 @@ def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str |
         MxdError: a damaged checkpoint, two for the same block, different dtypes, or as ``export_model``.
     """
     loaded: dict[int, Trained] = {}
-    for trained in (trained for given in checkpoints for trained in load_layers(given).values()):
+    for trained in (layer for checkpoint in checkpoints for layer in load_layers(checkpoint).values()):
         if (block := trained.provenance.block) in loaded:
             raise MxdError(f"two checkpoints replace block {block}, {loaded[block].path} and {trained.path}; give one.")
         loaded[block] = trained
-    wanted = {
+    trained_on = {
         (t.provenance.revision if t.provenance.model == model else None, t.provenance.model_dtype)
         for t in loaded.values()
     }
-    if len(wanted) != 1:
-        raise MxdError(f"the checkpoints were trained on different revisions or dtypes: {sorted(map(str, wanted))}.")
-    revision, dtype = wanted.pop()
+    if len(trained_on) != 1:
+        raise MxdError(
+            f"the checkpoints were trained on different revisions or dtypes: {sorted(map(str, trained_on))}."
+        )
+    revision, dtype = trained_on.pop()
     return export_model(load_frozen(model, revision=revision, dtype=dtype, device="cpu"), loaded, out)
 
 
 def _code(model: FrozenModel) -> str:
-    """Return the code file on top of this model's own classes.
+    """Return the text of the code file, with this model's classes as its base classes.
 
     Raises:
-        MxdError: they are not transformers' own, or the model is wrapped, spliced or quantized.
+        MxdError: the classes are not transformers' own, or the model is wrapped, spliced or quantized.
     """
     import transformers
 
     names = {"model": type(model.module).__name__, "config": type(model.config).__name__}
-    own = [getattr(transformers, name, None) for name in names.values()] == [type(model.module), type(model.config)]
+    classes = [getattr(transformers, name, None) for name in names.values()]
+    known = classes == [type(model.module), type(model.config)]
     changed = any(
         isinstance(m, SplicedMLP) or "_original_component" in name for name, m in model.module.named_modules()
     )
     quantization = getattr(model.config, "quantization_config", None)
-    packed = quantization is not None and getattr(quantization, "quant_method", None) != "gguf"  # unpacked when read
-    if not own or changed or packed:
+    packed = (
+        quantization is not None and getattr(quantization, "quant_method", None) != "gguf"
+    )  # which is unpacked on loading
+    if not known or changed or packed:
         raise MxdError(
             f"cannot export {model.source!r} (a {names['model']}): expected a plain, unquantized model of a class of "
             "transformers' own, not an earlier export, a TransformerLens bridge or a model that is spliced already; "
@@ -130,7 +135,7 @@ def _code(model: FrozenModel) -> str:
 def _config(
     model: FrozenModel, mlps: Mapping[int, SplicedMLP], replacements: Mapping[int, Replacement]
 ) -> dict[str, Any]:
-    """Return the base model's config with what is spliced in under ``mxd``."""
+    """Return the base model's config, and under ``mxd`` what is spliced in."""
     config = json.loads(model.config.to_json_string())
     config.pop("quantization_config", None)  # of a GGUF file
     names = {module: name for name, module in model.module.named_modules()}
@@ -176,17 +181,17 @@ def _layer_tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 def _tensors(model: FrozenModel, blocks: str, mlps: Mapping[int, SplicedMLP]) -> dict[str, Tensor]:
     """Return the spliced model's tensors by their names in the code file."""
-    inside = {f"{blocks}.{number}.mlp.": mlp for number, mlp in mlps.items()}
-    tensors = {k: v for k, v in model.module.state_dict().items() if not k.startswith(tuple(inside))}
-    for prefix, mlp in inside.items():
+    prefixes = {f"{blocks}.{number}.mlp.": mlp for number, mlp in mlps.items()}
+    tensors = {k: v for k, v in model.module.state_dict().items() if not k.startswith(tuple(prefixes))}
+    for prefix, mlp in prefixes.items():
         tensors |= {f"{prefix}layer.{name}": tensor for name, tensor in _layer_tensors(mlp.layer).items()}
-        kept = mlp.read({}, mlp.base.state_dict())  # the MLP stays where the layer reads its output
-        tensors |= {f"{prefix}original.{name}": tensor for name, tensor in kept.items()}
+        original = mlp.read({}, mlp.base.state_dict())  # the MLP is kept if the layer reads its output
+        tensors |= {f"{prefix}original.{name}": tensor for name, tensor in original.items()}
     return tensors
 
 
 def _replaceable(out: Path) -> bool:
-    """Whether exporting may write here: nothing is there, an empty folder, or an earlier export."""
+    """Whether exporting may write here: to a new path, an empty folder, or over an earlier export."""
     if not out.exists():
         return True
     if not out.is_dir():
@@ -199,7 +204,7 @@ def _replaceable(out: Path) -> bool:
 
 def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
     data = ModelCardData(
-        base_model=model.source if model.revision else None,  # a revision is known of models from the Hub
+        base_model=model.source if model.revision else None,  # only models from the Hub have a revision
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["mxd", "interpretability"],
@@ -217,7 +222,7 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
 Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`, revision {model.revision}.
 The layers answer at every position.
 
-| layer (from 0) | method | sparsity | units |
+| block (from 0) | method | sparsity | units |
 |---|---|---|---|
 {chr(10).join(rows)}
 

@@ -1,1 +1,1 @@
-"""A run under way: where its batches come from, the loop over them, the step, metrics, the state on disk."""
+"""A run under way: the source of its batches, the loop over them, the step, metrics, and the state on disk."""

@@ -1,4 +1,4 @@
-"""The loop of a run: each batch is taken from the stream, and every replacement takes a step on it."""
+"""The loop of a run: it takes batches from the stream, and every replacement takes a step on each."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from mxd.training.source import bos_activations
 from mxd.training.step import Trainee, learning_rate, train_step
 
 STOP_EVERY = 8
-"""Steps after which the processes of a launch ask one another whether one was told to stop."""
+"""Steps between two exchanges in which the processes of a launch learn whether one of them was told to stop."""
 
 
 @dataclass
@@ -33,19 +33,19 @@ class Loop:
     metrics: Metrics
     saver: Saver
     processes: Processes
-    """All that run it together."""
+    """All processes of the run."""
     shard: bool
-    """Whether replacements are divided among the processes of a group, once they are initialised."""
+    """Whether each replacement, once initialised, is divided among the processes of a group."""
     step: int
     """The last finished step."""
     cursor: Cursor
-    """The place in the text after it."""
+    """The position in the text after that step."""
 
     def run(self, stream: Iterator[Batch]) -> None:
         """Train to the last step and write every layer.
 
         Raises:
-            Interrupted: after Ctrl-C or SIGTERM, when everything was saved.
+            Interrupted: after Ctrl-C or SIGTERM, once everything is saved.
             MxdError: the text ended or failed, memory ran out, or a layer diverged.
         """
         training, names = self.config.training, self.metrics.names
@@ -82,14 +82,14 @@ class Loop:
         self.cursor = batch.cursor
 
     def batches(self, stream: Iterator[Batch], stop: Stop) -> Iterator[Batch]:
-        """Yield the batches of the steps that are left."""
+        """Yield a batch for each remaining step."""
         while self.step < self.config.training.steps:
             yield self.next_batch(stream, stop)
 
     def initialised(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Initialise every replacement from the means that the first batch names, and return the batches, all of them.
+        """Initialise every replacement from the means that come with the first batch, and return all batches.
 
-        No replacement is divided among processes before, since it is initialised as a whole.
+        Replacements are divided among processes only afterwards, since each is initialised as a whole.
         """
         first = next(batches)
         with self.processes.together():
@@ -100,17 +100,17 @@ class Loop:
             )
             if self.shard:
                 trainee.shard()
-        return chain(iter([first]), batches)  # an iterator lets go of what it has handed out; a list would not
+        return chain(iter([first]), batches)  # ``iter``: a list would keep the first batch alive during the whole run
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:
-        """Take the next batch; where there is none, save what was trained before it.
+        """Return the next batch; where there is none, save what has been trained so far.
 
         Raises:
-            Interrupted: stopped while the window was filled.
+            Interrupted: stopped while the buffer was filled.
             MxdError: the text ended, or whatever the stream raises.
         """
         try:
-            at_once = nullcontext() if self.processes.many else stop.at_once()  # nobody leaves the others waiting
+            at_once = nullcontext() if self.processes.many else stop.at_once()  # else the others would wait for it
             with at_once, _memory(f"after step {self.step:,}, where the base model fills the buffer"):
                 return next(stream)
         except Stopped:
@@ -122,10 +122,10 @@ class Loop:
             training = self.config.training
             raise MxdError(
                 f"the text ended after {self.step * training.batch_tokens:,} tokens, before the {training.tokens:,} "
-                f"asked for (streamed text is read once). The layers as they are stand in {self.config.folder}."
+                f"asked for (streamed text is read once). The layers trained so far are in {self.config.folder}."
             ) from None
         except MxdError as error:
-            if not self.processes.many or isinstance(error, SharedError):  # else this process is alone with it
+            if not self.processes.many or isinstance(error, SharedError):  # a save needs all processes
                 self.save()
             raise
 
@@ -134,13 +134,13 @@ class Loop:
         self.saver.save(self.step, self.cursor)
 
     def stopping(self, stop: Stop) -> bool:
-        """Whether to stop after this step; all processes come to the same answer."""
+        """Whether to stop after this step; the answer is the same in all processes."""
         if not self.processes.many:
             return stop.is_set
         return self.step % STOP_EVERY == 0 and self.processes.any(stop.is_set)
 
     def stopped(self, stop: Stop) -> Interrupted:
-        """Return what to raise when everything is saved."""
+        """Return the error to raise once everything is saved."""
         return stop.error(
             f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
             f"To continue: mxd train {typed(self.config.folder / 'config.yaml')} --resume"
@@ -149,7 +149,7 @@ class Loop:
 
 @contextmanager
 def _memory(where: str) -> Iterator[None]:
-    """Say what to lower where memory runs out."""
+    """Turn running out of memory into an error that says where, and what to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

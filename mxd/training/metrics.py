@@ -1,4 +1,4 @@
-"""What is counted while a run trains, and where it goes: ``metrics.jsonl``, trackers, the note beside the progress."""
+"""What is counted during training, and where it goes: ``metrics.jsonl``, trackers, the note beside the progress bar."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.common.files import settle, writing
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class Stats:
-    """What is counted between two lines of metrics, and when each unit was last active. All of it is saved."""
+    """Sums between two lines of metrics, and when each unit was last active; all of it is part of the saved state."""
 
     def __init__(self, units: int, width: int, device: torch.device) -> None:
         self.sums = {
@@ -30,8 +31,23 @@ class Stats:
         self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def see(self, y: Tensor, error: Tensor, loss: Tensor, code: Code, tokens_seen: int) -> None:
-        """Count one (micro-)batch."""
+    def see(
+        self,
+        y: Float[Tensor, "tokens d_out"],
+        error: Float[Tensor, " tokens"],
+        loss: Float[Tensor, ""],
+        code: Code,
+        tokens_seen: int,
+    ) -> None:
+        """Count one part of a batch.
+
+        Args:
+            y: the MLP's outputs.
+            error: squared error of each token.
+            loss: normalized MSE of the part.
+            code: the units active on it.
+            tokens_seen: tokens trained on so far, the whole batch included.
+        """
         self.tokens += len(y)
         self.sums["loss"] += loss.detach() * len(y)
         self.sums["error"] += error.detach().sum()
@@ -41,29 +57,29 @@ class Stats:
         self.last_active[code.active_units(len(self.last_active))] = tokens_seen
 
     def merge(self, processes: Processes) -> None:
-        """Hand what the processes of a group counted to the first of them; the others begin anew."""
+        """Add up what the processes of a group counted in the first of them; the others start again from zero."""
         if not processes.many:
             return
-        for value in self.sums.values():
-            processes.add(value)
+        for total in self.sums.values():
+            processes.add(total)
         self.tokens = sum(processes.gather(self.tokens))
         processes.largest(self.last_active)
         if not processes.first:
             self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted since the last report."""
-        for value in self.sums.values():
-            value.zero_()
+        """Set all counts to zero."""
+        for total in self.sums.values():
+            total.zero_()
         self.tokens = 0
 
     def report(self, tokens_seen: int, dead_after: int) -> dict[str, float]:
-        """Return the metrics since the last report, and begin anew."""
+        """Return the metrics since the last report, and clear the counts."""
         n = max(self.tokens, 1)
-        total = self.sums["y_squared"] - self.sums["y"].square().sum() / n
+        variance = self.sums["y_squared"] - self.sums["y"].square().sum() / n  # sum |y - mean|^2 from two running sums
         values = {
             "normalized_mse": float(self.sums["loss"] / n),
-            "fvu": float(self.sums["error"] / total),
+            "fvu": float(self.sums["error"] / variance),
             "l0": float(self.sums["active"] / n),
             "dead_share": float((tokens_seen - self.last_active >= dead_after).float().mean()),
         }
@@ -77,15 +93,15 @@ class Metrics:
 
     config: RunConfig
     names: Sequence[str]
-    """All its replacements."""
+    """All replacements of the run."""
     stats: Mapping[str, Stats]
-    """Those that this process trains -> what is counted."""
+    """Counts of the replacements that this process trains, by name."""
     processes: Processes
-    """All that run it together."""
+    """All processes of the run."""
     group: Processes
-    """Those of them that train the same replacements."""
+    """Those that train the same replacements."""
     accelerator: Any
-    """Holds the trackers."""
+    """accelerate's, which holds the trackers."""
     reported: dict[str, dict[str, float]] = field(default_factory=dict)
     """Replacement -> its last line of metrics."""
 
@@ -104,17 +120,18 @@ class Metrics:
             self.accelerator.end_training()
 
     def merge(self) -> None:
-        """Hand what each process of the group counted to the first."""
+        """As ``Stats.merge``, for every replacement of the group."""
         for stats in self.stats.values():
             stats.merge(self.group)
 
-    def of_all(self, own: dict[str, T]) -> dict[str, T]:
-        """Return name -> value for all replacements; each group's first process gives those of its own."""
-        found = {k: v for part in self.processes.gather(own if self.group.first else {}) for k, v in part.items()}
-        return {name: found[name] for name in self.names if name in found}
+    def of_all(self, values: dict[str, T]) -> dict[str, T]:
+        """Return name -> value for all replacements of the run; the first process of each group contributes its own."""
+        parts = self.processes.gather(values if self.group.first else {})
+        merged = {name: value for part in parts for name, value in part.items()}
+        return {name: merged[name] for name in self.names if name in merged}
 
     def report(self, step: int, lr: float) -> None:
-        """Write what was counted since the last report, and begin anew.
+        """Write the metrics since the last report, and clear the counts.
 
         Args:
             step: the last finished step.
@@ -140,7 +157,7 @@ class Metrics:
                 file.write(json.dumps(before | {"replacement": name} | values | after) + "\n")
 
     def note(self) -> str:
-        """Return the last report in one line, of the first three replacements."""
+        """Return the last report of the first three replacements in one line."""
         shown = list(self.reported.items())[:3]
         return "  ".join(
             f"{name}: NMSE {v['normalized_mse']:.4f} FVU {v['fvu']:.2f} L0 {v['l0']:.0f} dead {v['dead_share']:.0%}"
@@ -148,7 +165,7 @@ class Metrics:
         ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
 
     def settle(self) -> int:
-        """See to it that all lines are on the disk, and return the size of ``metrics.jsonl``."""
+        """Flush ``metrics.jsonl`` to the disk, and return its size in bytes."""
         if not self.file.exists():
             return 0
         if self.processes.first:
@@ -156,15 +173,15 @@ class Metrics:
         return self.file.stat().st_size
 
     def cut(self, size: int, step: int) -> None:
-        """Forget the lines that were written after a state was saved: they will be written again.
+        """Cut off the lines that were written after a state was saved: they will be written again.
 
         Args:
-            size: bytes that there were then.
+            size: bytes in the file when the state was saved.
             step: the step of that state.
         """
         with writing(self.file), self.file.open("ab") as file:
             if file.tell() < size:
-                message = f"{self.file} is shorter than it was at step {step:,}: lines are missing in it"
+                message = f"{self.file} is shorter than it was at step {step:,}: lines are missing"
                 console.print(message, soft_wrap=True, markup=False)
             file.truncate(min(file.tell(), size))
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: its states, from which it goes on bit for bit, and at the end the trained layers."""
+"""What a run leaves in its folder: states, from which it resumes bit for bit, and at the end the trained layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class Saver:
     """The replacements that this process trains."""
     metrics: Metrics
     processes: Processes
-    """All that run it together."""
+    """All processes of the run."""
     group: Processes
-    """Those of them that train the same replacements."""
+    """Those that train the same replacements."""
     saved: int = 0
     """The step of the last saved state, or 0."""
 
@@ -45,11 +45,11 @@ class Saver:
         self.origin, self.run_id = origin(self.config, self.base), ""
 
     def begin(self, state: State | None, resume: bool) -> None:
-        """Write which run this folder is of; where it goes on, forget the metrics that will come again.
+        """Write the folder's run id and config; when resuming, cut off the metrics that will be written again.
 
         Args:
-            state: from which the run goes on.
-            resume: whether it goes on; without a state from its beginning.
+            state: the state that the run continues from.
+            resume: whether the run is resumed; without a state it starts over.
         """
         with self.processes.together():
             if self.processes.first:
@@ -66,14 +66,14 @@ class Saver:
         self.run_id = self.processes.gather(self.run_id)[0]
 
     def restore(self, state: State, shard: bool) -> None:
-        """Put every replacement back as a state has it.
+        """Restore every replacement from a state.
 
         Args:
-            state: of this run.
-            shard: whether replacements are divided among the processes of a group.
+            state: a state of this run.
+            shard: whether each replacement is divided among the processes of a group.
 
         Raises:
-            MxdError: the state is of another run, or of this one before something was changed.
+            MxdError: the state is of another run, or of this one with another config, text or base model.
         """
         info = state.info
         with self.processes.together():
@@ -82,6 +82,7 @@ class Saver:
             if shard:
                 trainee.shard()
             tensors = state.tensors(trainee.name)
+            # A new optimizer has no moments, whose shapes are therefore taken from the state itself.
             expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in tensors_of(trainee).items()}
             fit_tensors(expected, tensors, f"{state.folder}/{trainee.name}")
             restore_tensors(trainee, tensors)
@@ -91,14 +92,14 @@ class Saver:
         self.metrics.reported, self.saved = info.reported, info.step
 
     def save(self, step: int, cursor: Cursor) -> None:
-        """Write the state after a step, if there is one that is not saved yet.
+        """Write the state after a step, unless that is saved already.
 
         Args:
             step: the last finished step.
-            cursor: the place after it.
+            cursor: the position in the text after it.
 
         Raises:
-            MxdError: a replacement diverged, or the disk is full; the states before are as they were.
+            MxdError: a replacement diverged, or the disk is full; earlier states are untouched.
         """
         if step in (0, self.saved):
             return
@@ -124,19 +125,18 @@ class Saver:
         self.saved = step
 
     def finish(self, step: int, cursor: Cursor) -> None:
-        """Write every layer as it is; arguments as for ``save``."""
+        """Write every layer as it is now; arguments as for ``save``."""
         with self.processes.together():
             for trainee in self.trainees:
                 layer = trained_layer(trainee)
                 self._check_finite(trainee.name, layer.state_dict(), step)
                 if self.group.first:
-                    about = {"training": self.metrics.reported.get(trainee.name, {})}
-                    save_layer(
-                        self.config.folder / trainee.name, layer, self._provenance(trainee.number, step, cursor), about
-                    )
+                    provenance = self._provenance(trainee.number, step, cursor)
+                    metrics = {"training": self.metrics.reported.get(trainee.name, {})}
+                    save_layer(self.config.folder / trainee.name, layer, provenance, metrics)
 
     def check_losses(self, step: int) -> None:
-        """Refuse to go on with a replacement that diverged.
+        """Refuse to train a replacement that diverged any further.
 
         Raises:
             MxdError: a loss since the last report is not finite.
@@ -150,7 +150,7 @@ class Saver:
         """Refuse to write tensors that hold a NaN or an infinity."""
         for key, tensor in tensors.items():
             extremes = torch.stack(torch.aminmax(tensor)) if tensor.is_floating_point() and tensor.numel() else None
-            if extremes is not None and not extremes.isfinite().all():  # 30 times as fast as to look at each number
+            if extremes is not None and not extremes.isfinite().all():  # 30 times faster than testing each number
                 raise self._diverged(name, key, step)
 
     def _diverged(self, name: str, what: str, step: int) -> MxdError:
@@ -161,12 +161,12 @@ class Saver:
         )
 
     def _check_own(self, state: State) -> None:
-        """Refuse a state of another run, and one of this run from before something was changed."""
-        folder, own = self.config.folder, run_of(self.config.folder)
-        if own != state.info.run_id:
+        """Refuse a state of another run, or of this run with another config, text or base model."""
+        folder, run_id = self.config.folder, run_of(self.config.folder)
+        if run_id != state.info.run_id:
             raise MxdError(
                 f"{state.folder} is a state of another run: it is of {state.info.run_id}, and {folder / RUN_FILE} "
-                + (f"names {own}. " if own else "is missing. ")
+                + (f"names {run_id}. " if run_id else "is missing. ")
                 + "Put back this run's own, or start anew under another name with --run NAME."
             )
         changed = differences(state.info.origin, self.origin)
@@ -175,8 +175,8 @@ class Saver:
             changed.append(f"step {step:,} of {training.steps:,} cannot be after {state.info.tokens:,} tokens")
         if changed:
             raise MxdError(
-                f"{folder} cannot go on as it began: {'; '.join(changed)}. Put that back, or start anew under another "
-                "name with --run NAME."
+                f"{folder} cannot continue as it began: {'; '.join(changed)}. Put that back, or start anew under "
+                "another name with --run NAME."
             )
 
     def _provenance(self, block: int, step: int, cursor: Cursor) -> Provenance:
@@ -200,32 +200,32 @@ class Saver:
 
 
 def tensors_of(trainee: Trainee) -> dict[str, Tensor]:
-    """Return every tensor of a replacement's state, whole, by name; all its processes call this together."""
-    found = {f"layer/{k}": whole(v) for k, v in trainee.layer.state_dict().items()}
+    """Return every tensor of a replacement's state by name, unsharded; all its processes call this together."""
+    tensors = {f"layer/{k}": whole(v) for k, v in trainee.layer.state_dict().items()}
     for key, parameter in learned(trainee.layer).items():
         for moment in ADAM_MOMENTS:
             value = trainee.optimizer.state[parameter].get(moment)
-            found[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
-    found |= {f"sum/{k}": v for k, v in trainee.stats.sums.items()}
-    return found | {"last_active": trainee.stats.last_active}
+            tensors[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
+    tensors |= {f"sum/{k}": v for k, v in trainee.stats.sums.items()}
+    return tensors | {"last_active": trainee.stats.last_active}
 
 
 def restore_tensors(trainee: Trainee, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors of a saved state back in place."""
-    own = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
-    trainee.layer.load_state_dict({k: placed_as(v, own[k]) for k, v in trainee.layer.state_dict().items()})
-    state = {
+    weights = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
+    trainee.layer.load_state_dict({k: placed_as(v, weights[k]) for k, v in trainee.layer.state_dict().items()})
+    state = {  # Adam's own layout: parameters go by their number; ``step`` is never sharded
         i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
         for i, (key, parameter) in enumerate(learned(trainee.layer).items())
     }
     trainee.optimizer.load_state_dict({"state": state, "param_groups": trainee.optimizer.state_dict()["param_groups"]})
-    for key, value in trainee.stats.sums.items():
-        value.copy_(tensors[f"sum/{key}"])
+    for key, total in trainee.stats.sums.items():
+        total.copy_(tensors[f"sum/{key}"])
     trainee.stats.last_active.copy_(tensors["last_active"])
 
 
 def trained_layer(trainee: Trainee) -> ReplacementLayer:
-    """Return a replacement's layer as one process has it; all its processes call this together."""
+    """Return a replacement's layer, unsharded; all its processes call this together."""
     if not trainee.sharded:
         return trainee.layer
     layer = trainee.layer.config.build()

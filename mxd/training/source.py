@@ -1,9 +1,10 @@
-"""A run's config -> the batches it trains on: from its cache where it names one, else live from the base model."""
+"""The batches a run trains on: read from the cache its config names, else recorded live from the base model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
@@ -22,7 +23,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
-"""What a stream's order is drawn from, beyond what it is of."""
+"""Parts of a stream's identity that determine only its order, which a mixed cache draws anew."""
 
 BASE = "base model (hash of its settings and all its weights)"
 
@@ -34,18 +35,18 @@ def activation_stream(
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
 ) -> Iterator[Batch]:
-    """Return the batches a run trains on: from its cache where ``data.cache`` names one, else live from the model.
+    """Return the batches a run trains on: from ``data.cache`` where it is set, else live from the base model.
 
     Args:
         config: the run.
         base: its base model.
         start: where to begin.
-        processes: those that run this stream together.
-        shares: what each of them takes of every batch; by default everything.
+        processes: those that fill one buffer together.
+        shares: the part of every batch that each process takes; by default all of it.
 
     Raises:
-        MxdError: no text, no tokenizer, a cache of something else or with too few tokens, or another text than the one
-            that was read up to ``start``: at once, or of a streamed text when it is read again.
+        MxdError: no text, no tokenizer, a cache with another identity or too few tokens, or a text that differs from
+            the one read up to ``start``: a streamed text is compared while it is read again, any other at once.
     """
     shares = shares or [RankPart(config.blocks)] * processes.world
     if config.data.cache is not None:
@@ -63,12 +64,12 @@ def cache_activations(
     """Write the activations that a run trains on to disk: every shard that is missing or damaged.
 
     Args:
-        config: the run; ``layers``, ``data``, ``seed`` and the sizes and number of its batches count.
+        config: the run; its ``blocks``, ``data``, ``seed`` and the size and number of its batches matter.
         location: folder or URL where the cache goes.
         model: a loaded base model, used in place of ``config.model.source``.
         dtype: what activations are rounded to.
-        worker: ``(r, w)``: this is the r-th, from 0, of w that divide the work; by default the process's place in the
-            launch it belongs to.
+        worker: ``(r, w)``: this is worker r, counted from 0, of w that divide the shards; by default the rank and size
+            of the launch.
 
     Raises:
         MxdError: anything wrong with config, model, text or disk.
@@ -103,11 +104,11 @@ def _live(
     contexts = token_contexts(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
     if start is not None and start.text and isinstance(texts, list):
         check_text(start.text, contexts.digest(start.context))
-    in_window = max(1, training.buffer_tokens // data.context)
+    per_buffer = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
         config.blocks,
-        (lambda first: ahead(contexts(first), in_window)) if data.streaming else contexts,
+        (lambda first: ahead(contexts(first), per_buffer)) if data.streaming else contexts,
         training.batch_tokens,
         training.buffer_tokens,
         excluded_ids_of(config, base),
@@ -132,11 +133,11 @@ def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: R
             location, share.blocks, training.batch_tokens, data.mix_shards, config.seed, start, base.device, part
         )
     check_cache(location, identity)
-    held = cached_tokens(location)
-    if held < training.steps * training.batch_tokens:
+    available = cached_tokens(location)
+    if available < training.steps * training.batch_tokens:
         raise MxdError(
-            f"the activation cache {location} holds {held:,} tokens, the run asks for {training.tokens:,}; lower "
-            f"training.tokens, set data.mix_shards to read it several times, or go on with: mxd cache CONFIG "
+            f"the activation cache {location} holds {available:,} tokens, the run asks for {training.tokens:,}; lower "
+            f"training.tokens, set data.mix_shards to read it several times, or continue with: mxd cache CONFIG "
             f"{typed(location)}"
         )
     return cached_batches(location, share.blocks, start, base.device, part)
@@ -156,18 +157,20 @@ def load_base(config: RunConfig, model: Any = None) -> FrozenModel:
 
 
 def excluded_ids_of(config: RunConfig, base: FrozenModel) -> list[int]:
-    """Return the tokens that a run leaves out."""
+    """Return the ids of the tokens that a run leaves out of training."""
     return special_ids(base.tokenizer) if config.data.exclude_special and base.tokenizer is not None else []
 
 
 def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
-    """Return the token whose activations at position 0 a run stores in place of training on them; ``None`` for none."""
+    """Return the token whose activations at position 0 layers store instead of training on them, if there is one."""
     stored = config.data.bos and config.data.bos_constant and base.tokenizer is not None
     return base.tokenizer.bos_token_id if stored else None
 
 
-def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; nothing without a BOS.
+def bos_activations(
+    config: RunConfig, base: FrozenModel
+) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
+    """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; empty without a BOS.
 
     Raises:
         MxdError: one of them is not finite, or an output is zero.
@@ -183,7 +186,7 @@ def bos_activations(config: RunConfig, base: FrozenModel) -> dict[int, tuple[Ten
 
 
 def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
-    """Return all that a run's layers follow from but its text, which places in it name: equal origins, equal layers."""
+    """Return what determines a run's layers besides the text, which cursors name: equal origins give equal layers."""
     return {
         **plain_config(config),
         BASE: base.base_fingerprint(),
@@ -194,7 +197,7 @@ def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
 
 
 def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
-    """What makes a stream of batches what it is: equal identities give equal batches."""
+    """Return what determines a stream of batches: equal identities give equal batches."""
     return {
         "site": "mlp",
         "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "exclude_special"}),

@@ -1,7 +1,7 @@
-"""The state of a run under way, on disk: written whole or not at all; the newest good one is found again.
+"""The state of a run under way, on disk: written whole or not at all; the newest undamaged one is found again.
 
-run_id                                 which run the folder is of; its states name it
-state/step-000001000/NAME.safetensors  one part of it: weights, moments and counters of one replacement
+run_id                                 identifies the run of the folder; its states repeat it
+state/step-000001000/NAME.safetensors  one part: weights, moments and counters of one replacement
 state/step-000001000/state.json        everything else
 state/step-000001000/manifest.json     size and SHA-256 of each of those files
 """
@@ -45,7 +45,7 @@ HASH = r"^[0-9a-f]{32}$"
 
 
 class Written(BaseModel):
-    """What a file is when it is whole."""
+    """Size and hash of a file as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,15 +69,15 @@ class Info(BaseModel):
 
     format: Literal[4] = 4
     run_id: str = Field(pattern=HASH)
-    """The run that it is of."""
+    """The run that the state belongs to."""
     step: PositiveInt
     """The last finished step."""
     tokens: PositiveInt
-    """Trained on, up to there."""
+    """Tokens trained on, up to that step."""
     origin: dict[str, Any]
-    """All that the run's numbers follow from, but its text: config, base model, cache."""
+    """What determines the run's layers besides the text: config, base model, cache (``source.origin``)."""
     cursor: Cursor
-    """Where the next batch is, and the hash of the text up to there."""
+    """Where the next batch begins, and the hash of the text up to there."""
     counted: dict[str, NonNegativeInt]
     """Replacement -> tokens counted since the last line of metrics."""
     metrics_bytes: NonNegativeInt
@@ -87,12 +87,13 @@ class Info(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "Info":
-        place = self.cursor
-        for name, value in {"context": place.context, "offset": place.offset, "batch": place.batch}.items():
+        cursor = self.cursor
+        for name, value in {"context": cursor.context, "offset": cursor.offset, "batch": cursor.batch}.items():
+            # At most MOST_USELESS contexts without a token to train on lie between two tokens that were trained on.
             if not 0 <= value <= (MOST_USELESS + 1) * self.tokens:
                 raise ValueError(f"cursor.{name} = {value} cannot be after {self.tokens} tokens")
-        if not re.fullmatch(HASH, place.text):
-            raise ValueError(f"cursor.text = {place.text[:40]!r} is not a hash of a text")
+        if not re.fullmatch(HASH, cursor.text):
+            raise ValueError(f"cursor.text = {cursor.text[:40]!r} is not a hash of a text")
         if max(self.counted.values(), default=0) > self.tokens:
             raise ValueError(f"counted is more than {self.tokens} tokens")
         return self
@@ -100,21 +101,21 @@ class Info(BaseModel):
 
 @dataclass(frozen=True)
 class State:
-    """A state on disk whose files were found to be whole."""
+    """A state on disk whose files were verified."""
 
     folder: Path
     info: Info
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What has tensors: every replacement of the run."""
+        """Names of the parts that hold tensors: one for every replacement of the run."""
         return tuple(self.info.counted)
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Read one part, into memory of its own: the file goes while training goes on.
+        """Read one part, into memory of its own: the file is removed while training continues.
 
         Raises:
-            MxdError: the state has no such part, or it cannot be read.
+            MxdError: there is no such part, or it cannot be read.
         """
         if part not in self.parts:
             raise MxdError(f"{self.folder} has no {part!r}; it has: {', '.join(self.parts)}.")
@@ -132,18 +133,17 @@ def save_state(
     processes: Processes = ALONE,
     keep: int = 2,
 ) -> Path:
-    """Write the state of a run after a step; when it is on the disk, remove all but the newest ``keep``.
+    """Write the state of a run after a step, then remove all but the newest ``keep`` states.
 
     Args:
-        folder: holds the run's states; all processes see the same.
-        parts: name -> tensors, of this process; no other process gives a part of that name. Together they give those
-            that ``info.counted`` names.
-        info: everything else; the first process's counts.
+        folder: holds the run's states; a folder that all processes share.
+        parts: name -> tensors, written by this process. Each name in ``info.counted`` comes from exactly one process.
+        info: everything else; that of the first process is written.
         processes: all that write the state; each of them calls this.
         keep: states to keep, this one included.
 
     Raises:
-        MxdError: some process cannot write; the states before are as they were.
+        MxdError: some process cannot write; earlier states are untouched.
     """
     target = folder / f"step-{info.step:09d}"
     partial = processes.gather(partial_name(target))[0]
@@ -152,15 +152,15 @@ def save_state(
             if processes.first:
                 partial.mkdir(parents=True)
         with processes.together(), writing(target):
-            own = {f"{name}.safetensors": _write_part(partial, name, tensors) for name, tensors in parts.items()}
-        given = [item for files in processes.gather(own) for item in files.items()]
-        if sorted(name for name, _ in given) != sorted(f"{name}.safetensors" for name in info.counted):
-            raise ValueError(f"each part must be given once: {sorted(name for name, _ in given)}")
+            written = {f"{name}.safetensors": _write_part(partial, name, tensors) for name, tensors in parts.items()}
+        files = [item for part in processes.gather(written) for item in part.items()]
+        if sorted(name for name, _ in files) != sorted(f"{name}.safetensors" for name in info.counted):
+            raise ValueError(f"each part must be given once: {sorted(name for name, _ in files)}")
         with processes.together(), writing(target):
             if processes.first:
                 write_json(partial / "state.json", info.model_dump())
-                files = dict(given) | {"state.json": _settled(partial / "state.json")}
-                write_json(partial / "manifest.json", Manifest(files=files).model_dump())
+                listed = dict(files) | {"state.json": _settled(partial / "state.json")}
+                write_json(partial / "manifest.json", Manifest(files=listed).model_dump())
                 settle(partial / "manifest.json")
                 publish(partial, target)
                 settle(folder.parent)
@@ -173,29 +173,29 @@ def save_state(
 
 
 def load_state(folder: Path, processes: Processes = ALONE) -> State | None:
-    """Find the newest state of a run whose every file is as it was written, or ``None`` where there is no state.
+    """Return the newest undamaged state of a run, or ``None`` where there is no state at all.
 
-    Damaged states that are newer are renamed to ``damaged-...``, with a message. Remnants of killed saves are removed.
+    Newer, damaged states are renamed to ``damaged-...``, with a message; remnants of killed saves are removed.
 
     Raises:
         MxdError: all states are damaged, or one is of an older format.
     """
-    found: State | None = None
+    state: State | None = None
     with processes.together():
         if processes.first:
             clear_partials(folder)
             with writing(folder):
-                found = _newest_whole(folder)
-    return processes.gather(found)[0]
+                state = _newest(folder)
+    return processes.gather(state)[0]
 
 
-def _newest_whole(folder: Path) -> State | None:
+def _newest(folder: Path) -> State | None:
     problems: dict[Path, str] = {}
-    for place in reversed(_states(folder)):
+    for path in reversed(_states(folder)):
         try:
-            state = _whole(place)
+            state = _verified(path)
         except _Damaged as error:
-            problems[place] = str(error)
+            problems[path] = str(error)
             continue
         for damaged, problem in problems.items():
             console.print(
@@ -206,7 +206,7 @@ def _newest_whole(folder: Path) -> State | None:
             )
         return state
     if problems:
-        listed = "; ".join(f"{place.name}: {problem}" for place, problem in problems.items())
+        listed = "; ".join(f"{path.name}: {problem}" for path, problem in problems.items())
         raise MxdError(
             f"every saved state in {folder} is damaged: {listed}. Put back a copy of one of them, or start anew under "
             "another name with --run NAME."
@@ -215,30 +215,30 @@ def _newest_whole(folder: Path) -> State | None:
 
 
 class _Damaged(MxdError):
-    """A state is not what was written."""
+    """A state differs from what was written."""
 
 
-def _whole(place: Path) -> State:
+def _verified(path: Path) -> State:
     """Check every file of a state against its manifest.
 
     Raises:
-        _Damaged: a file is missing, not what was written, or says what cannot be.
+        _Damaged: a file is missing, differs from what was written, or holds values that cannot be.
         MxdError: the state is of an older format.
     """
-    if _is_older(place):
+    if _is_older(path):
         raise MxdError(
-            f"{place} was saved by an earlier version of mxd, in another format than this one's ({FORMAT}); finish the "
+            f"{path} was saved by an earlier version of mxd, in another format than this one's ({FORMAT}); finish the "
             "run with that version, or start anew under another name with --run NAME."
         )
     name = "manifest.json"
     try:
-        manifest = Manifest.model_validate_json(regular(place / name).read_bytes(), strict=True)
+        manifest = Manifest.model_validate_json(regular(path / name).read_bytes(), strict=True)
         for file, written in manifest.files.items():
-            _compare(place / file, written)
+            _compare(path / file, written)
         name = "state.json"
-        info = Info.model_validate_json(regular(place / name).read_bytes(), strict=True)
+        info = Info.model_validate_json(regular(path / name).read_bytes(), strict=True)
     except OSError as error:
-        raise _Damaged(f"{Path(error.filename or place).name}: {error.strerror}") from error
+        raise _Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
@@ -248,27 +248,27 @@ def _whole(place: Path) -> State:
     if manifest.files.keys() != expected:
         odd = ", ".join(sorted(manifest.files.keys() ^ expected))
         raise _Damaged(f"its manifest.json and its state.json disagree on {odd}")
-    if place.name != f"step-{info.step:09d}":
+    if path.name != f"step-{info.step:09d}":
         raise _Damaged(f"its state.json is that of step {info.step:,}")
-    return State(place, info)
+    return State(path, info)
 
 
-def _is_older(place: Path) -> bool:
-    """Whether a state is of an older format, as all of it says: in a damaged one, one file may look so."""
-    if not (place / "manifest.json").exists():
-        return (place / "state.safetensors").exists()
-    said = []
+def _is_older(path: Path) -> bool:
+    """Whether a state is of an older format: both files must say so, since one of them may be damaged."""
+    if not (path / "manifest.json").exists():
+        return (path / "state.safetensors").exists()
+    formats = []
     for name in ("manifest.json", "state.json"):
         try:
-            found = parse_json(regular(place / name).read_bytes())
-            said.append(found.get("format") if isinstance(found, dict) else None)
+            content = parse_json(regular(path / name).read_bytes())
+            formats.append(content.get("format") if isinstance(content, dict) else None)
         except (OSError, ValueError):
-            said.append(None)
-    return said[0] == said[1] in (2, 3)
+            formats.append(None)
+    return formats[0] == formats[1] in (2, 3)
 
 
 def new_run(folder: Path) -> str:
-    """Draw a name for the run that begins in a folder, and write it there.
+    """Draw an id for the run that begins in a folder, write it there and return it.
 
     Raises:
         MxdError: it cannot be written.
@@ -280,10 +280,10 @@ def new_run(folder: Path) -> str:
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the run that a folder is of, or ``None`` where nothing says it.
+    """Return the id of a folder's run, or ``None`` where there is no ``run_id``.
 
     Raises:
-        MxdError: what says it cannot be read.
+        MxdError: the file cannot be read, or holds something else.
     """
     file = folder / RUN_FILE
     try:
@@ -323,12 +323,12 @@ def _states(folder: Path) -> list[Path]:
 
 
 def _remove(state: Path) -> None:
-    """Remove a state; what a kill leaves of it does not look like one."""
-    going = state.rename(partial_name(state))
-    shutil.rmtree(going, ignore_errors=True)
+    """Remove a state; under its new name the remnant of a killed removal is not taken for a state."""
+    partial = state.rename(partial_name(state))
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _set_aside(state: Path) -> Path:
-    """Rename a damaged state; the name says what it is and no earlier one is overwritten."""
+    """Rename a damaged state to a name that is free."""
     names = (state.with_name(f"damaged-{state.name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
     return state.rename(next(name for name in names if not name.exists()))

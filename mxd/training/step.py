@@ -1,4 +1,4 @@
-"""One replacement under training, and the step that all of them take: a batch -> an update of the weights."""
+"""One replacement under training, and the step it takes: from a batch to an update of the weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,17 +26,18 @@ class Trainee:
 
     name: str
     number: int
+    """The block whose MLP it replaces."""
     layer: ReplacementLayer
     optimizer: torch.optim.Adam
     stats: Stats
     processes: Processes = ALONE
-    """Those that take each step together, with an equal part of the batch."""
+    """Its group: they take each step together, each with an equal part of the batch."""
 
     def initialise(self, means: Site, bos: Site | None, initialisation: Initialisation) -> None:
-        """Take from the data what training begins with.
+        """Initialise from the data what is not drawn at random.
 
         Args:
-            means: of the MLP's inputs and outputs.
+            means: means of the MLP's inputs and outputs.
             bos: input and output at BOS in position 0, for a layer that stores them.
             initialisation: as for ``ReplacementLayer.initialise``.
         """
@@ -46,13 +47,13 @@ class Trainee:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process keeps but a part of the weights, gradients and moments."""
+        """Whether each process keeps only a part of the weights, gradients and moments."""
         return isinstance(self.layer.bias, DTensor)
 
     def shard(self) -> None:
         """Divide weights, gradients and moments among the processes (torch's ``fully_shard``, ZeRO stage 3).
 
-        A step gathers the weights of this trainee alone, and lets go of them again.
+        A step gathers the weights of this trainee alone, and frees them afterwards.
         """
         mesh = self.processes.mesh(self.layer.bias.device.type)
         fully_shard(self.layer, mesh=mesh, reshard_after_forward=False)
@@ -83,9 +84,9 @@ def train_step(
     """
     trainee.optimizer.zero_grad(set_to_none=True)
     for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-        found = forward_backward(trainee.layer, x_part, y_part, accumulation)
-        trainee.stats.see(y_part, found.error, found.loss, found.code, tokens_seen)
-    if not trainee.sharded:  # else the backward pass has averaged
+        result = forward_backward(trainee.layer, x_part, y_part, accumulation)
+        trainee.stats.see(y_part, result.error, result.loss, result.code, tokens_seen)
+    if not trainee.sharded:  # where it is, the backward pass averaged
         trainee.processes.average(
             [parameter.grad for parameter in trainee.layer.parameters() if parameter.grad is not None]
         )
@@ -97,7 +98,7 @@ def train_step(
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
-    """Return the rate of step 0, 1, ...: linear warm-up, then constant, or falling linearly to zero after the last."""
+    """Return the rate of a step, counted from 0: linear warm-up, then constant, or falling to zero after the last."""
     settings = training.settings
     rise = min(1.0, (step + 1) / (settings.warmup_steps + 1))
     left = (training.steps - step) / max(1, training.steps - settings.warmup_steps)
@@ -121,7 +122,7 @@ def new_trainee(
         config: its complete config.
         seed: of its weights and draws.
         device: where it is trained.
-        candidates: what pre-activations are formed in (``training.candidates``).
+        candidates: dtype that all pre-activations are first computed in (``training.candidates``).
         processes: those that train it together.
     """
     layer = config.build(seed).to(device).train()
@@ -131,7 +132,7 @@ def new_trainee(
 
 
 def learned(layer: ReplacementLayer) -> dict[str, torch.nn.Parameter]:
-    """Return name -> parameter of those that are trained; a stored constant is not."""
+    """Return name -> parameter for all that are trained, which a stored constant is not."""
     return {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
 
 

@@ -1,8 +1,8 @@
-"""Sets a run up: one stream of activations, many replacements. The only file that imports accelerate.
+"""Sets up a run: one stream of activations, many replacements. The only file that imports accelerate.
 
-A run trains ``replacements x layers`` side by side from one forward of the base model (``loop``). Its whole state is
-the parameters, Adam's moments, what is counted and a place in the text (``saving``), so a resumed run continues
-exactly: bit for bit on a CPU; on a GPU up to the order in which atomic additions happen.
+A run trains ``replacements x blocks`` side by side from one forward of the base model (``loop``). Its whole state is
+the parameters, Adam's moments, the counts and a position in the text (``saving``), so a resumed run continues exactly:
+bit for bit on a CPU; on a GPU up to the order in which atomic additions happen.
 """
 
 import ctypes
@@ -41,8 +41,8 @@ def train(
 
     Args:
         config: the run.
-        resume: continue an interrupted run; it ends exactly as if it had not been interrupted, and does not begin where
-            config, text, base model, cache or state are others. The number of processes may be another than before.
+        resume: continue an interrupted run, which ends exactly as if it had not been interrupted; refused where config,
+            text, base model or cache have changed. The number of processes may change.
         model: a loaded base model, used in place of ``config.model.source``.
         groups: groups of processes, each of which trains replacements of its own (``parallel_layout``).
         shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
@@ -51,18 +51,18 @@ def train(
         The run's folder: ``config.yaml``, ``metrics.jsonl``, ``state/`` and one folder for each replacement.
 
     Raises:
-        MxdError: a bad input, found before training where it can be; or ``Interrupted`` after Ctrl-C or SIGTERM,
-            when everything was saved.
+        MxdError: a bad input, found before training where possible; or ``Interrupted`` after Ctrl-C or SIGTERM, once
+            everything is saved.
     """
     if resume:
         config = as_recorded(config)
-    with launched(config.timeout) as processes, ExitStack() as held:
+    with launched(config.timeout) as processes, ExitStack() as stack:
         processes.agree(recorded(config) | {"--resume": resume, "--groups": groups, "--shard": shard})
         console.quiet = not processes.first
-        held.callback(setattr, console, "quiet", False)
+        stack.callback(setattr, console, "quiet", False)
         with processes.together():
             if processes.first:
-                held.enter_context(locked(config.folder))
+                stack.enter_context(locked(config.folder))
                 _claim(config, resume)
         return _train(config, resume, model, processes, groups, shard)
 
@@ -80,15 +80,15 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
     config, plan = prepare(config, model, processes, groups, shard)
     layout = plan.layout
     base = load_base(config, model)
-    own, group = processes.split(len(layout.groups))
+    number, group = processes.split(len(layout.groups))
     shard = shard and group.many
     trainees = [
-        new_trainee(name, number, layer, config.seed, base.device, config.training.candidates, group)
-        for name, (number, layer) in plan.replacements.items()
-        if name in layout.groups[own]
+        new_trainee(name, block, layer, config.seed, base.device, config.training.candidates, group)
+        for name, (block, layer) in plan.replacements.items()
+        if name in layout.groups[number]
     ]
-    counted = {trainee.name: trainee.stats for trainee in trainees}
-    metrics = Metrics(config, list(plan.replacements), counted, processes, group, accelerator)
+    stats = {trainee.name: trainee.stats for trainee in trainees}
+    metrics = Metrics(config, list(plan.replacements), stats, processes, group, accelerator)
     with processes.together():
         saver = Saver(config, base, trainees, metrics, processes, group)
     state = load_state(config.folder / "state", processes) if resume else None
@@ -105,7 +105,7 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
 
 @contextmanager
 def _products(tf32: bool) -> Iterator[None]:
-    """Let CUDA use TF32 for float32 products, for the length of the block."""
+    """Let CUDA use TF32 for float32 products in the ``with`` block."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "tf32" if tf32 else before
@@ -117,7 +117,7 @@ def _products(tf32: bool) -> Iterator[None]:
 
 @contextmanager
 def _repeatable(on: bool) -> Iterator[None]:
-    """Let PyTorch run deterministic operations only, for the length of the block; it raises where it has none."""
+    """Let PyTorch run deterministic operations only, in the ``with`` block; it raises where it has none."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if on:
         torch.use_deterministic_algorithms(True)
@@ -128,22 +128,22 @@ def _repeatable(on: bool) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory that is freed, for this whole process; nothing happens where there is no glibc.
+    """Let glibc keep freed memory, for the whole process; without glibc nothing happens.
 
-    Every step allocates and frees the same gradients and activations. By default each such block is mapped anew, and
+    Every step allocates and frees the same gradients and activations. By default each allocation is mapped anew, and
     the kernel fills it with zeros page by page: 7% of a step's time on 2 cores (docs/benchmarks).
     """
     if sys.platform == "linux":
         try:
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: no allocation has a mapping of its own
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap's end is not handed back
         except (OSError, AttributeError):
             pass
 
 
 def as_recorded(config: RunConfig) -> RunConfig:
-    """Return a run's config with the number of parts of a batch that the run began with, where it asks for none."""
+    """Return a run's config with ``accumulation`` as the run began with it, where the config says ``auto``."""
     file = config.folder / "config.yaml"
     if config.training.accumulation != "auto" or not file.is_file():
         return config
@@ -155,8 +155,8 @@ def _claim(config: RunConfig, resume: bool) -> None:
     """Refuse to mix two runs in one folder."""
     folder = config.folder
     existing = folder / "config.yaml"
-    held = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
-    if held and not resume:
+    others = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
+    if others and not resume:
         raise MxdError(
             f"{folder} already holds a run. Continue it with --resume, or choose another name with --run NAME."
         )

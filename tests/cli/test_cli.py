@@ -161,7 +161,7 @@ def test_commands_to_copy_are_words_of_a_shell(
     told = shown(out.replace(" (with the same overrides)", ""), "next: ")
     assert code == 0 and told == ["mxd", "train", str(config), "--data.cache", str(place / "c")]
     code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "c"), "--training.tokens", "2048")
-    assert code == 1 and shown(err, "go on with: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
+    assert code == 1 and shown(err, "continue with: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
     held = json.loads((place / "c" / "cache.json").read_text())
     (place / "c" / "cache.json").write_text(json.dumps(held | {"format": 0}))
     code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "c"))

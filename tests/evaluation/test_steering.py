@@ -372,6 +372,14 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         evaluate_steering(load_frozen(build_model("gpt2", seed=1), tokenizer=gpt2.tokenizer), layers, [0])
 
 
+def test_layers_that_are_not_additive_are_refused_before_any_work(gpt2, build_model, monkeypatch):
+    """The model has no tokenizer, which would be the next thing to be refused."""
+    layers = {"a": trained_layer(gpt2)}
+    monkeypatch.setattr(type(layers["a"].layer), "additive", False)
+    with pytest.raises(MxdError, match=r"a unit of TC adds no direction of its own .* mask it instead"):
+        evaluate_steering(load_frozen(build_model("gpt2")), layers, [0])
+
+
 # The command line
 
 

@@ -156,7 +156,7 @@ def test_another_config(stopped, gpt2, fields, said):
     changed = config_of(Path(stopped.out).parent, **fields)
     refused(changed, gpt2, "config.yaml differs from this config", said, "mxd train", "--resume")
     (stopped.folder / "config.yaml").write_text(dump_config(changed))
-    refused(load_config(stopped.folder / "config.yaml"), gpt2, "cannot go on as it began", said, "--run NAME")
+    refused(load_config(stopped.folder / "config.yaml"), gpt2, "cannot continue as it began", said, "--run NAME")
 
 
 def test_a_name_and_a_place_may_change(stopped, whole, gpt2):

@@ -400,7 +400,7 @@ def test_resuming_on_another_base_model_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path)
     train(config)
     with pytest.raises(
-        MxdError, match=r"cannot go on as it began: base model \(hash of .*\) was '\w{16}', is '\w{16}'\."
+        MxdError, match=r"cannot continue as it began: base model \(hash of .*\) was '\w{16}', is '\w{16}'\."
     ):
         train(config, resume=True, model=load_frozen("tiny-neox"))
 

@@ -1,9 +1,9 @@
-"""Other tools' files: one file here for each format, and the two directions.
+"""Other tools' files: one module for each format, and the two directions.
 
     import_layers(path, out, "sparsify", model="gpt2")           their files -> mxd checkpoints
     export_layers({name: layer}, base, text, out, "sparsify")    mxd layers -> their files
 
-This is the one place outside ``layers/`` that asks which method a layer is: the formats hold transcoders, nothing else.
+This is the one place outside ``layers/`` that asks which method a layer is: the formats hold nothing but transcoders.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from mxd.layers.transcoder import Transcoder
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
-from mxd.share.formats.base import Format, Found, Input, Outgoing, weights_of
+from mxd.share.formats.base import Format, Incoming, Input, Outgoing, weights_of
 from mxd.share.formats.conventions import affine, norms, shift_input
 from mxd.share.formats.jumprelu import Loss, fit_and_measure, measure
 
@@ -45,9 +46,9 @@ class Converted:
     source: str
     path: Path
     loss: Loss | None = None
-    """What is lost, where something is."""
+    """What the conversion loses, if anything."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """What a person should know about it."""
 
 
 def import_layers(
@@ -63,36 +64,36 @@ def import_layers(
 
     Args:
         source: file or folder.
-        out: folder that gets a folder for each layer.
+        out: folder to which a folder for each layer is written.
         tool: name in ``FORMATS``.
         model: base model; by default what the files name.
-        block: the block, where the files do not say; of several, the one to convert.
+        block: the block that is replaced, where the files do not say; of several, the one to convert.
         input: what the layers read, where the files leave that open: ``mlp_in`` or ``normalized``.
         device: where the base model is loaded, to fingerprint it and to read its norms.
 
     Raises:
-        MxdError: unknown format, files that are not that format's, conventions that no layer of mxd has, a base model
-            that does not fit, or no base model or block known.
+        MxdError: unknown format, files of another format, conventions that no layer of mxd has, a base model that does
+            not fit, or a base model or block that nothing names.
     """
-    found = [item for item in _format(tool).read(Path(source)) if block is None or item.block in (None, block)]
-    if not found:
+    incoming = [item for item in _format(tool).read(Path(source)) if block is None or item.block in (None, block)]
+    if not incoming:
         raise MxdError(f"{source} holds no layer for block {block}; leave --block out to see what it holds.")
-    name = model or next((item.base_model for item in found if item.base_model), None)
+    name = model or next((item.base_model for item in incoming if item.base_model), None)
     if name is None:
         raise MxdError(f"{source} does not say what its base model is; give it: --model.")
     base = load_frozen(name, device=device)
-    ready = [_adapt(item, base, block, input) for item in found]
-    names = [f"block{provenance.block}-{item.config.slug}" for item, provenance in ready]
+    adapted = [_adapt(item, base, block, input) for item in incoming]
+    names = [f"block{provenance.block}-{item.config.slug}" for item, provenance in adapted]
     if len(set(names)) < len(names):
         raise MxdError(
             f"{source} holds several layers that would be called {max(names, key=names.count)}; convert them apart."
         )
     converted = []
-    for (item, provenance), folder in zip(ready, names, strict=True):
-        built = item.config.build()
-        fit_tensors(built.state_dict(), item.tensors, item.where)
-        built.load_state_dict(dict(item.tensors))
-        path = save_layer(Path(out) / folder, built, provenance)
+    for (item, provenance), folder in zip(adapted, names, strict=True):
+        layer = item.config.build()
+        fit_tensors(layer.state_dict(), item.tensors, item.where)
+        layer.load_state_dict(dict(item.tensors))
+        path = save_layer(Path(out) / folder, layer, provenance)
         converted.append(Converted(item.where, path, notes=item.notes))
     return converted
 
@@ -106,19 +107,20 @@ def export_layers(
     jumprelu: bool = False,
     tokens: int = 32_768,
 ) -> list[Converted]:
-    """Convert layers to another tool's files, and measure what is lost where something is.
+    """Convert layers to another tool's files, and measure what that loses, if anything.
 
     Args:
         layers: name -> layer of this base model.
-        base: the base model; it names hookpoints, and its activations fit thresholds.
-        held_out: gives the contexts to fit and measure on; called only where something is lost.
+        base: the base model, whose module names become hookpoints and whose activations fit thresholds.
+        held_out: returns the contexts to fit and measure on; called only if something is lost.
         out: new folder.
         tool: name in ``FORMATS``.
-        jumprelu: write fitted JumpReLU thresholds in place of TopK also where the tool has TopK.
+        jumprelu: write fitted JumpReLU thresholds even where the tool has TopK.
         tokens: held-out tokens; half of them fit thresholds, the other half measure.
 
     Raises:
-        MxdError: unknown or read-only format, a layer it cannot hold or of another base model, or a folder that exists.
+        MxdError: unknown or import-only format, a layer that it cannot hold or of another base model, or a folder that
+            exists.
     """
     write = _format(tool).write
     if write is None:
@@ -136,7 +138,7 @@ def export_layers(
         losses.append(loss)
         notes.append(_without_bos(layer))
     paths = write(outgoing, Path(out), base)
-    return [Converted(*each) for each in zip(layers, paths, losses, notes, strict=True)]
+    return [Converted(*fields) for fields in zip(layers, paths, losses, notes, strict=True)]
 
 
 def _format(tool: str) -> Format:
@@ -146,7 +148,7 @@ def _format(tool: str) -> Format:
 
 
 def _check_transcoder(name: str, trained: Trained, tool: str) -> None:
-    """Refuse what no format here can hold."""
+    """Refuse layers that no format can hold."""
     if not isinstance(trained.layer, Transcoder):
         raise MxdError(
             f"{name}: {tool} holds transcoders and skip transcoders. This is an {trained.layer.config.label}, which "
@@ -163,7 +165,7 @@ def _prepare(
     jumprelu: bool,
     tokens: int,
 ) -> tuple[Transcoder, Loss | None]:
-    """Return the layer as the format can hold it, and what that loses."""
+    """Return the layer in a form that the format holds, and what that loses."""
     layer, form = trained.layer, FORMATS[tool]
     assert isinstance(layer, Transcoder)
     kind, is_topk = layer.config.sparsity.kind, layer.config.sparsity.max_k is not None
@@ -187,7 +189,7 @@ def _prepare(
 
 @torch.no_grad()
 def _without_bos(layer: Transcoder) -> tuple[str, ...]:
-    """Say how far off a layer is at BOS when its stored constant is left out, as every format does."""
+    """Return a note on the error at BOS of a layer without its stored constant, which every format leaves out."""
     if layer.bos_in is None or layer.bos_out is None or not layer.bos_in.any():
         return ()
     bare = layer.config.model_copy(update={"bos_constant": False}).build()
@@ -200,22 +202,25 @@ def _without_bos(layer: Transcoder) -> tuple[str, ...]:
     )
 
 
-def _record(base: FrozenModel, about: Provenance, bos: bool, contexts: Contexts, tokens: int) -> tuple[Tensor, Tensor]:
+def _record(
+    base: FrozenModel, provenance: Provenance, bos: bool, contexts: Contexts, tokens: int
+) -> tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]:
     """Return MLP inputs and outputs on held-out text, with or without BOS; the halves come from different contexts."""
     half = max(1, tokens // 2)
-    batch = min(1024, half)
+    batch_tokens = min(1024, half)
     bos_id = None if bos or base.tokenizer is None else base.tokenizer.bos_token_id
-    stream = activation_batches(base, [about.block], contexts, batch, half, about.excluded_ids, bos_id)
-    pairs = [found.sites[about.block] for found in islice(stream, 2 * (half // batch))]
+    # A buffer holds one half, so that the tokens of both are not mixed.
+    stream = activation_batches(base, [provenance.block], contexts, batch_tokens, half, provenance.excluded_ids, bos_id)
+    pairs = [batch.sites[provenance.block] for batch in islice(stream, 2 * (half // batch_tokens))]
     if len(pairs) < 2:
         raise MxdError(
-            f"the held-out text is shorter than {2 * batch:,} tokens; lower --tokens or give another --source."
+            f"the held-out text is shorter than {2 * batch_tokens:,} tokens; lower --tokens or give another --source."
         )
     x, y = zip(*pairs, strict=True)
     return torch.cat(x), torch.cat(y)
 
 
-def _adapt(item: Found, base: FrozenModel, block: int | None, input: Input | None) -> tuple[Found, Provenance]:
+def _adapt(item: Incoming, base: FrozenModel, block: int | None, input: Input | None) -> tuple[Incoming, Provenance]:
     """Bring a layer to mxd's conventions for one block of the base model."""
     number = item.block if item.block is not None else block
     if number is None:
@@ -241,31 +246,31 @@ def _adapt(item: Found, base: FrozenModel, block: int | None, input: Input | Non
     return item, provenance
 
 
-def _noted(item: Found, note: str) -> Found:
+def _noted(item: Incoming, note: str) -> Incoming:
     return replace(item, notes=(*item.notes, note))
 
 
-def _input(item: Found, norm: nn.Module | None, stated: Input | None) -> Input:
-    """Return what a layer reads; where the files leave it open, as stated or as the kind of norm tells."""
+def _input(item: Incoming, norm: nn.Module | None, stated: Input | None) -> Input:
+    """Return what a layer reads; where the files leave it open, as the user states or as the kind of norm implies."""
     if None not in (item.input, stated) and item.input != stated:
         raise MxdError(f"{item.where} reads {item.input}, not {stated}; leave --input out.")
-    known = item.input or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
-    if known is None:
+    convention = item.input or stated or (None if isinstance(norm, nn.LayerNorm) else "normalized")
+    if convention is None:
         raise MxdError(
             f"{item.where} reads ln2.hook_normalized of a LayerNorm, which TransformerLens 2 has after the affine part "
             "(before it where weights were folded), TransformerLens 3 before it. Say which: --input mlp_in (after) or "
             "--input normalized (before)."
         )
-    return known
+    return convention
 
 
-def _provenance(item: Found, base: FrozenModel, number: int) -> Provenance:
-    """Return what the files know of the layer's training, for this base model."""
+def _provenance(item: Incoming, base: FrozenModel, number: int) -> Provenance:
+    """Return the layer's provenance: what mxd left in the files, checked, else what the tool's files say."""
     fingerprint = base.fingerprint(number)
     if item.provenance is None:
         dtype = str(next(base.module.parameters()).dtype).removeprefix("torch.")
-        known = Provenance(model=base.source, revision=base.revision, block=number, fingerprint=fingerprint)
-        return known.model_copy(update={"model_dtype": dtype, "versions": versions(), **item.record})
+        provenance = Provenance(model=base.source, revision=base.revision, block=number, fingerprint=fingerprint)
+        return provenance.model_copy(update={"model_dtype": dtype, "versions": versions(), **item.record})
     try:
         recorded = Provenance.model_validate(item.provenance)
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""What the formats share: what a reader hands back and a writer is given, hook names, and careful reading of files.
+"""What the formats share: what readers return and writers take, hook names, and careful reading of files.
 
-read:   files -> Found        tensors in mxd's layout, and which tensors of the model the tool says they read and write
+read:   files -> Incoming     tensors in mxd's layout, and what the tool says the layer reads and predicts
 write:  Outgoing -> files
 """
 
@@ -28,10 +28,10 @@ from mxd.layers.transcoder import Transcoder, TranscoderConfig
 from mxd.model.frozen import FrozenModel
 
 Input = Literal["mlp_in", "normalized"]
-"""``mlp_in``: the mlp module's input. ``normalized``: the same before the layer norm's affine part."""
+"""``mlp_in``: the mlp module's input. ``normalized``: that input before the layer norm's affine part."""
 Writes = Literal["mlp_out", "centred", "added"]
-"""``mlp_out``: the mlp module's output. ``centred``: the same less its mean over the width. ``added``: what the block
-adds to the residual stream, which in some families is a norm of the MLP's output."""
+"""``mlp_out``: the mlp module's output. ``centred``: that output minus its mean over the width. ``added``: what the
+block adds to the residual stream, which in some families is a norm of the MLP's output."""
 
 MAX_CONFIG_BYTES = 1_000_000
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ HOOKS_IN: dict[str, Input | None] = {
     "ln2.hook_out": "mlp_in",
     "mlp.input": "mlp_in",
     "pre_feedforward_layernorm.output": "mlp_in",
-    "ln2.hook_normalized": None,  # before the affine part, but for LayerNorms in TransformerLens 2
+    "ln2.hook_normalized": None,  # before the affine part, except for LayerNorms in TransformerLens 2
 }
 HOOKS_OUT: dict[str, Writes] = {
     "mlp.hook_out": "mlp_out",
@@ -49,33 +49,33 @@ HOOKS_OUT: dict[str, Writes] = {
     "post_feedforward_layernorm.output": "added",
 }
 
-S = TypeVar("S", bound="Settings")
+C = TypeVar("C", bound="ToolConfig")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A layer as a tool's files give it, in mxd's layout."""
+class Incoming:
+    """A layer that was read, in mxd's layout."""
 
     where: str
     """The file or folder, for messages."""
     config: ReplacementConfig
-    """The layer's config, sizes from the tensors."""
+    """The layer's config, with sizes taken from the tensors."""
     tensors: Mapping[str, Tensor]
-    """The layer's state dict, for the input that ``input`` names."""
+    """The layer's state dict, for inputs as ``input`` says."""
     model: str | None = None
     """Base model, as the tool calls it."""
     block: int | None = None
     """Block number."""
     input: Input | None = "mlp_in"
-    """What it reads; ``None`` where the files leave that open."""
+    """What it reads; ``None`` if the files leave that open."""
     writes: Writes = "mlp_out"
     """What it predicts."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``Provenance`` that the files know: data, training, tokens, seed."""
+    """Fields of ``Provenance`` that the files hold: data, training, tokens, seed."""
     provenance: Any = None
-    """The provenance that mxd left there when it wrote these files, unchecked."""
+    """The provenance that mxd left in these files when it wrote them, unchecked."""
     notes: tuple[str, ...] = ()
-    """What a person should know of this import."""
+    """What a person should know about this import."""
 
     @property
     def base_model(self) -> str | None:
@@ -90,11 +90,11 @@ class Outgoing:
     layer: Transcoder
     provenance: Provenance
     loss: Mapping[str, Any] = field(default_factory=dict)
-    """What the tool's own forward pass loses against the layer's; empty where it is the same."""
+    """What the tool's own forward pass loses against the layer's; empty if it is the same."""
 
     @property
     def note(self) -> dict[str, Any]:
-        """What mxd leaves in the tool's config, for people and for its own reader."""
+        """What mxd leaves in the tool's config, for people and for its own importer."""
         return {"provenance": self.provenance.model_dump(mode="json"), "loss": dict(self.loss)}
 
 
@@ -102,31 +102,31 @@ class Outgoing:
 class Format:
     """One tool's files."""
 
-    read: Callable[[Path], list[Found]]
-    """Every layer at a path."""
+    read: Callable[[Path], list[Incoming]]
+    """Read every layer at a path."""
     write: Callable[[Sequence[Outgoing], Path, FrozenModel], list[Path]] | None = None
-    """Write layers under a folder that does not hold them yet; returns one path for each, in their order."""
+    """Write layers under a folder that does not hold them yet; return a path for each, in order."""
     kinds: tuple[str, ...] = ()
-    """Kinds of sparsity it can hold."""
+    """Kinds of sparsity that can be written."""
     forward: Callable[[Transcoder, Tensor], tuple[Code, Tensor]] | None = None
-    """The tool's code and output for a TopK layer, where they are not mxd's."""
+    """The tool's code and output for a TopK layer, if they differ from mxd's."""
 
 
-class Settings(BaseModel):
+class ToolConfig(BaseModel):
     """Base of the tools' configs: the fields that matter here, typed; others are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     mxd: dict[str, Any] | None = None
-    """What mxd left there."""
+    """``Outgoing.note``, where mxd wrote the file."""
 
     @property
     def provenance(self) -> Any:
-        """The provenance that mxd left there, unchecked."""
+        """The provenance that mxd left in the file, unchecked."""
         return (self.mxd or {}).get("provenance")
 
 
-def read_settings(path: Path, kind: type[S]) -> S:
+def read_tool_config(path: Path, kind: type[C]) -> C:
     """Read a tool's JSON or YAML config.
 
     Raises:
@@ -146,7 +146,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file as float32.
 
     Raises:
-        MxdError: no such file, a damaged one, or a dtype that float32 does not hold exactly.
+        MxdError: no such file, a damaged one, or a dtype that float32 cannot represent exactly.
     """
     try:
         tensors = load_file(regular(path))
@@ -159,12 +159,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def take(tensors: dict[str, Tensor], names: Mapping[str, str], where: str) -> dict[str, Tensor]:
-    """Return tensors under mxd's names; every one of the file's tensors must be known.
+    """Return tensors under mxd's names; no tensor of the file may be unknown.
 
     Args:
-        tensors: as read.
+        tensors: the file's.
         names: the tool's name -> mxd's name.
-        where: for messages.
+        where: the file, for messages.
 
     Raises:
         MxdError: a tensor that is not in ``names``.
@@ -184,14 +184,14 @@ def as_transcoder(
     """Check a transcoder's tensors against one another and against its config; return config and state dict.
 
     Args:
-        where: for messages.
-        weights: ``encoder [n, d]``, ``encoder_bias [n]``, ``decoder [n, o]``, ``bias [o]``, and where there are any
+        where: the file, for messages.
+        weights: ``encoder [n, d]``, ``encoder_bias [n]``, ``decoder [n, o]``, ``bias [o]``, and optionally
             ``skip [d, o]`` and ``sparsity.threshold [n]``.
         sparsity: how units are chosen.
-        stated: field of the tool's config -> (its value, tensor, dimension) that must agree.
+        stated: field of the tool's config -> (its value, the tensor and the dimension that must be that long).
 
     Raises:
-        MxdError: a tensor is missing or of the wrong shape, or the config says something else.
+        MxdError: a tensor is missing or of the wrong shape, or contradicts the config.
     """
     for name in ("encoder", "decoder"):
         if name not in weights or weights[name].ndim != 2:
@@ -213,21 +213,38 @@ def as_transcoder(
     return config, {name: tensor.contiguous() for name, tensor in weights.items()}
 
 
-def positive_thresholds(where: str, weights: Mapping[str, Tensor]) -> None:
-    """Check that no threshold is negative: such a unit would hand on negative values, which mxd's never do.
+def config_folders(path: Path, kind: str) -> list[Path]:
+    """Return a folder with ``cfg.json``, or those in a folder of such folders.
 
     Raises:
-        MxdError: one is.
+        MxdError: there are none; ``kind`` says of what.
+    """
+    folders = [path] if (path / "cfg.json").is_file() else sorted(file.parent for file in path.glob("*/cfg.json"))
+    if not folders:
+        raise MxdError(f"no {kind} at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders.")
+    return folders
+
+
+def positive_thresholds(where: str, weights: Mapping[str, Tensor]) -> None:
+    """Check that no threshold is negative, since activations would be, too, which mxd's never are.
+
+    Raises:
+        MxdError: a threshold is negative.
     """
     if "sparsity.threshold" in weights and bool((weights["sparsity.threshold"] < 0).any()):
-        raise MxdError(f"{where}: some thresholds are negative, so units hand on negative values; mxd's cannot.")
+        raise MxdError(f"{where}: some thresholds are negative, so that activations can be negative; mxd's cannot.")
 
 
 def site(hook_in: str | None, hook_out: str | None, where: str) -> tuple[int | None, Input | None, Writes]:
-    """Return block, input and output of a pair of hook names of TransformerLens or of Hugging Face modules.
+    """Return block, input and output for hook names of TransformerLens or module names of Hugging Face.
+
+    Args:
+        hook_in: what the layer reads; by default the MLP's input.
+        hook_out: what it predicts; by default the MLP's output.
+        where: the file, for messages.
 
     Raises:
-        MxdError: another place than a block's MLP, or two blocks.
+        MxdError: another site than a block's MLP, or two blocks.
     """
     block_in, input = _hook(hook_in or "mlp.hook_in", HOOKS_IN, "input", where)
     block_out, writes = _hook(hook_out or "mlp.hook_out", HOOKS_OUT, "output", where)
@@ -237,14 +254,14 @@ def site(hook_in: str | None, hook_out: str | None, where: str) -> tuple[int | N
 
 
 def _hook(name: str, known: Mapping[str, Any], kind: str, where: str) -> tuple[int | None, Any]:
-    match = re.fullmatch(r"(?:.*\.)?(\d+)\.(.+)", name)
+    match = re.fullmatch(r"(?:.*\.)?(\d+)\.(.+)", name)  # blocks.3.mlp.hook_in, model.layers.3.mlp.input
     block, rest = (int(match[1]), match[2]) if match else (None, name)
     if rest not in known:
         raise unknown(
             f"{kind} of {where}:",
             name,
             known,
-            "A place before the norm, or outside a block's MLP, is another function than the MLP's.",
+            "A site before the norm, or outside a block's MLP, makes it another function than the MLP.",
         )
     return block, known[rest]
 
@@ -253,7 +270,7 @@ def only_one_per_block(layers: Sequence[Outgoing], tool: str) -> None:
     """Check that no two layers replace the same block.
 
     Raises:
-        MxdError: two do.
+        MxdError: two of them do.
     """
     numbers = [item.provenance.block for item in layers]
     twice = sorted({n for n in numbers if numbers.count(n) > 1})
@@ -267,5 +284,5 @@ def only_one_per_block(layers: Sequence[Outgoing], tool: str) -> None:
 
 def weights_of(layer: Transcoder) -> dict[str, Float[Tensor, "..."]]:
     """Return a transcoder's state dict as float32 on the CPU, without its constant at BOS, which no format holds."""
-    held = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("bos_")}
-    return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in held.items()}
+    weights = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("bos_")}
+    return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in weights.items()}

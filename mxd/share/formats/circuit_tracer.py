@@ -4,7 +4,7 @@ config.yaml               model_name, model_kind, feature_input_hook, feature_ou
 layer_{i}.safetensors     W_enc [n, d], b_enc [n], W_dec [n, d], b_dec [d], W_skip [d, d], activation_function.threshold
 
     y = a W_dec + b_dec + x W_skip^T,   pre = x W_enc^T + b_enc
-    a = relu(pre), or pre * (pre > threshold), or the k largest of pre, negative ones among them
+    a = relu(pre), or pre * (pre > threshold), or the k largest of pre, even where they are negative
 
 The last is not mxd's TopK, which applies ReLU first: they differ for tokens with fewer than k positive pre-activations.
 """
@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 import yaml
+from jaxtyping import Float
 from pydantic import PositiveInt
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,14 +28,14 @@ from mxd.layers.transcoder import Transcoder
 from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
-    Found,
+    Incoming,
     Outgoing,
-    Settings,
+    ToolConfig,
     as_transcoder,
     only_one_per_block,
     positive_thresholds,
-    read_settings,
     read_tensors,
+    read_tool_config,
     site,
     take,
     weights_of,
@@ -55,7 +56,7 @@ TOPK_NOTE = (
 )
 
 
-class TranscoderSet(Settings):
+class CircuitTracerConfig(ToolConfig):
     """``config.yaml``."""
 
     model_name: str | None = None
@@ -67,13 +68,13 @@ class TranscoderSet(Settings):
     transcoders: list[str] | None = None
 
 
-def read(path: Path) -> list[Found]:
+def read(path: Path) -> list[Incoming]:
     """Read a set.
 
     Raises:
         MxdError: no such files, a cross-layer transcoder, files elsewhere, or inputs that are not an MLP's.
     """
-    settings = read_settings(path / "config.yaml", TranscoderSet)
+    settings = read_tool_config(path / "config.yaml", CircuitTracerConfig)
     if settings.model_kind != "transcoder_set":
         raise MxdError(f"{path} is a {settings.model_kind}: it writes to all later blocks, which no layer of mxd does.")
     if settings.activation == "topk" and settings.k is None:
@@ -97,7 +98,7 @@ def _files(folder: Path, listed: list[str] | None) -> list[Path]:
     return [folder / name for name in listed]
 
 
-def _read(file: Path, number: int, settings: TranscoderSet) -> Found:
+def _read(file: Path, number: int, settings: CircuitTracerConfig) -> Incoming:
     where = str(file)
     weights = take(read_tensors(file), NAMES, where)
     if "skip" in weights:
@@ -110,14 +111,21 @@ def _read(file: Path, number: int, settings: TranscoderSet) -> Found:
         sparsity = JumpReLUConfig()
     config, tensors = as_transcoder(where, weights, sparsity)
     _, input, writes = site(settings.feature_input_hook, settings.feature_output_hook, where)
-    left = (settings.mxd or {}).get("provenance")
-    note = left[number] if isinstance(left, list) and number < len(left) else None
+    recorded = settings.provenance  # a list, by block
+    provenance = recorded[number] if isinstance(recorded, list) and number < len(recorded) else None
     notes = (TOPK_NOTE,) if settings.activation == "topk" else ()
-    return Found(where, config, tensors, settings.model_name, number, input, writes, provenance=note, notes=notes)
+    return Incoming(
+        where, config, tensors, settings.model_name, number, input, writes, provenance=provenance, notes=notes
+    )
 
 
 def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path]:
     """Write a set.
+
+    Args:
+        layers: one for each block from 0 on.
+        out: the folder.
+        base: their base model.
 
     Raises:
         MxdError: not one layer for each block from 0 on, several widths or sparsities, or a folder that exists.
@@ -165,8 +173,8 @@ def _activation(layer: Transcoder) -> tuple[str, int | None]:
     return ("jumprelu" if isinstance(sparsity, JumpReLUConfig) else "relu"), None
 
 
-def topk_without_relu(layer: Transcoder, x: Tensor) -> tuple[Code, Tensor]:
-    """Return what circuit-tracer makes of a TopK layer."""
+def topk_without_relu(layer: Transcoder, x: Float[Tensor, "tokens d_in"]) -> tuple[Code, Float[Tensor, "tokens d_out"]]:
+    """Return the code and output that circuit-tracer computes for a TopK layer."""
     sparsity = layer.config.sparsity
     assert isinstance(sparsity, TopKConfig | RandomKConfig)
     code = Code(*torch.topk(layer.pre_activations(x), sparsity.k, dim=-1))

@@ -15,12 +15,12 @@ from mxd.common.errors import MxdError
 from mxd.layers.sparsity import JumpReLUConfig
 from mxd.share.formats.base import (
     Format,
-    Found,
-    Settings,
+    Incoming,
+    ToolConfig,
     as_transcoder,
     positive_thresholds,
-    read_settings,
     read_tensors,
+    read_tool_config,
     site,
     take,
 )
@@ -35,7 +35,7 @@ NAMES = {
 }
 
 
-class Scope(Settings):
+class GemmaScopeConfig(ToolConfig):
     """``config.json``."""
 
     architecture: str
@@ -45,13 +45,13 @@ class Scope(Settings):
     width: int | None = None
 
 
-def read(path: Path) -> list[Found]:
+def read(path: Path) -> list[Incoming]:
     """Read one transcoder's folder.
 
     Raises:
         MxdError: no such files, or an autoencoder or cross-layer transcoder.
     """
-    where, settings = str(path), read_settings(path / "config.json", Scope)
+    where, settings = str(path), read_tool_config(path / "config.json", GemmaScopeConfig)
     if settings.architecture != "jump_relu":
         raise MxdError(f"{where}: architecture {settings.architecture!r}, expected 'jump_relu'.")
     if settings.hf_hook_point_out in (None, settings.hf_hook_point_in):
@@ -62,7 +62,7 @@ def read(path: Path) -> list[Found]:
     positive_thresholds(where, weights)
     config, tensors = as_transcoder(where, weights, JumpReLUConfig(), {"width": (settings.width, "encoder", 0)})
     block, input, writes = site(settings.hf_hook_point_in, settings.hf_hook_point_out, where)
-    return [Found(where, config, tensors, settings.model_name, block, input, writes)]
+    return [Incoming(where, config, tensors, settings.model_name, block, input, writes)]
 
 
 FORMAT = Format(read)

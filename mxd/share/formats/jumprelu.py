@@ -1,8 +1,8 @@
 """TopK -> JumpReLU, for tools that have no TopK: a threshold for each unit, fitted on activations.
 
-A unit's place among the K largest depends on the other units, a threshold does not, so something is always lost. The
-threshold of a unit is the one that minimises the squared error of its activations against TopK's: docs/formats.md
-compares it with a common threshold and with one that keeps each unit's firing rate.
+Whether a unit is among the K largest depends on the other units, while a threshold does not, so something is always
+lost. Each threshold minimises the squared error of its unit's activations against TopK's: docs/formats.md compares this
+with a common threshold and with thresholds that keep each unit's firing rate.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from mxd.layers.transcoder import Transcoder
 from mxd.ops.losses import normalized_mse
 
 CHUNK_BYTES = 256 * 2**20
-"""Memory of the pre-activations that are looked at together."""
+"""Memory for the pre-activations of one chunk of units."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What another forward pass than the layer's own costs, on activations that nothing was fitted on."""
+    """What a converted layer loses against the original, on activations that nothing was fitted to."""
 
     tokens: int
     changed: float
-    """RankPart of tokens whose code is another."""
+    """Share of tokens whose code differs."""
     nmse: float
-    """Normalized MSE of the layer against the MLP's output."""
+    """Normalized MSE of the original against the MLP's output."""
     nmse_converted: float
-    """The same of what was written."""
+    """The same for the converted layer."""
     l0: float
     """Units active for a token, on average."""
     l0_converted: float
@@ -51,11 +51,18 @@ def fit_and_measure(
     held_x: Float[Tensor, "held d_in"],
     held_y: Float[Tensor, "held d_out"],
 ) -> tuple[Transcoder, Loss]:
-    """Return the same transcoder with a JumpReLU, fitted on ``x``, in the place of its TopK, and what that loses."""
+    """Return the same transcoder with a JumpReLU in place of its TopK, and what that loses.
+
+    Args:
+        layer: the transcoder.
+        x: MLP inputs that thresholds are fitted on.
+        held_x: other MLP inputs, to measure on.
+        held_y: the MLP's outputs for them.
+    """
     config = layer.config.model_copy(update={"sparsity": JumpReLUConfig()})
     converted = config.build().to(x.device).eval().requires_grad_(False)
-    own = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("sparsity.")}
-    converted.load_state_dict(own | {"sparsity.threshold": fit_thresholds(layer, x)})
+    weights = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("sparsity.")}
+    converted.load_state_dict(weights | {"sparsity.threshold": fit_thresholds(layer, x)})
     assert isinstance(converted, Transcoder)
     return converted, measure(layer, converted.encode(held_x), converted(held_x), held_x, held_y)
 
@@ -68,10 +75,20 @@ def measure(
     x: Float[Tensor, "tokens d_in"],
     y: Float[Tensor, "tokens d_out"],
 ) -> Loss:
-    """Return what is lost by another code and output than the layer's."""
-    own = layer.encode(x)
-    counts = [(c.activations != 0).sum(-1) for c in (own, code)]
-    changed = (counts[0] != counts[1]) | ~torch.isclose(own.activations.sum(-1), code.activations.sum(-1), rtol=1e-4)
+    """Return what another code and output lose against the layer's.
+
+    Args:
+        layer: the layer.
+        code: the code that replaces the layer's.
+        out: the output that replaces the layer's.
+        x: MLP inputs.
+        y: the MLP's outputs.
+    """
+    original = layer.encode(x)
+    counts = [(c.activations != 0).sum(-1) for c in (original, code)]
+    # Codes may list the same units in another order, so their sums are compared.
+    before, after = (c.activations.sum(-1) for c in (original, code))
+    changed = (counts[0] != counts[1]) | ~torch.isclose(before, after, rtol=1e-4)
     nmse, nmse_converted = (normalized_mse(prediction, y).item() for prediction in (layer(x), out))
     l0, l0_converted = (float(count.float().mean()) for count in counts)
     return Loss(len(x), float(changed.float().mean()), nmse, nmse_converted, l0, l0_converted)
@@ -81,13 +98,12 @@ def measure(
 def fit_thresholds(layer: Transcoder, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, " units"]:
     """Return the thresholds ``t`` that minimise ``sum_tokens (pre * (pre > t) - a)^2`` for each unit.
 
-    Of all ``t`` between two neighbouring activations the middle is taken. A unit that should never be active on these
-    tokens gets its largest pre-activation there.
+    All ``t`` between two neighbouring pre-activations of a unit give the same error; the middle is taken. A unit that
+    is best never active on these tokens gets its largest pre-activation there.
     """
     code = layer.encode(x)
-    smallest = torch.where(code.activations > 0, code.activations, torch.inf).amin(
-        -1, keepdim=True
-    )  # of the chosen, by token
+    # The smallest activation among each token's K; where nothing is active, infinity.
+    smallest = torch.where(code.activations > 0, code.activations, torch.inf).amin(-1, keepdim=True)
     weight, bias = layer.encoder, layer.encoder_bias
     chunk = max(1, CHUNK_BYTES // (4 * len(x)))
     pieces = [
@@ -98,12 +114,15 @@ def fit_thresholds(layer: Transcoder, x: Float[Tensor, "tokens d_in"]) -> Float[
 
 
 def _fit(pre: Float[Tensor, "tokens units"], smallest: Float[Tensor, "tokens 1"]) -> Float[Tensor, " units"]:
+    """Return the thresholds for one chunk of units: in each column, the best of all splits of its sorted values."""
     values, order = pre.sort(dim=0, descending=True)
-    # A chunk's products may round otherwise than the tiles of encode: what is within rounding of the smallest counts.
+    # Products of a chunk may round differently from those in encode: equality with the smallest is up to rounding.
     kept = values >= smallest.expand_as(pre).gather(0, order) * (1 - 1e-5)
     energy = values.square()
-    # With the first i values active: the energy of those that TopK drops, less the energy of those that it keeps.
+    # Row i: the error with the i + 1 largest values active, up to a constant. A value that
+    # TopK drops adds its energy, one that it keeps removes it.
     error = torch.where(kept, -energy, energy).double().cumsum(0)
+    # ``edge`` values are best active (0: none); the threshold lies between the last of them and the next.
     edge = torch.cat([torch.zeros_like(error[:1]), error]).argmin(0)
     above = values.gather(0, (edge - 1).clamp_min(0).unsqueeze(0))[0]
     below = torch.cat([values, torch.zeros_like(values[:1])]).gather(0, edge.unsqueeze(0))[0]

@@ -1,7 +1,7 @@
 """The reference code's files, import only: the MxD paper's (james-oldfield/MxD) and, before it, Dunefsky et al.'s.
 
-A pickle ``{"cfg", "state_dict"}``, read by torch's weights-only loader: tensors, numbers, strings, containers, and one
-class that stands for the config's and can do nothing. Anything else in the file is refused, and nothing of it is run.
+A pickle ``{"cfg", "state_dict"}``, read by torch's weights-only loader: tensors, numbers, strings, containers, and an
+inert class in place of the config's. Anything else in the file is refused, and nothing in it is run.
 
     Dunefsky et al.:  y = relu((x - b_dec) W_enc + b_enc) W_dec + b_dec_out
     MxD's:            y = TopK(relu(x W_enc + b_enc)) W_dec + b_dec_out + x W_skip^T                 (transcoders)
@@ -27,7 +27,7 @@ from mxd.common.errors import MxdError
 from mxd.layers.base import Activation, ReplacementConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import AnySparsity, ReLUL1Config, TopKConfig
-from mxd.share.formats.base import DTYPES, Format, Found, as_transcoder, site, take
+from mxd.share.formats.base import DTYPES, Format, Incoming, as_transcoder, site, take
 from mxd.share.formats.conventions import shift_input
 
 CONFIG_CLASS = "sae_training.config.LanguageModelSAERunnerConfig"
@@ -42,7 +42,7 @@ MXD = {
     "gate_bias": "gate_bias",
     "W_cond": "expert_scale",
 }
-# The reference's activation is on W_enc; mxd calls that half of a GLU encoder the gated one.
+# The reference applies its activation to W_enc; in mxd's GLU encoder that half is ``encoder.glu_weight``.
 MXD_GLU = MXD | {
     "W_enc": "encoder.glu_weight",
     "b_enc": "encoder.glu_bias",
@@ -50,7 +50,6 @@ MXD_GLU = MXD | {
     "W_glu.bias": "encoder.bias",
 }
 ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
 
 KINDS = {
     "mlp_activation_fn": str,
@@ -62,18 +61,18 @@ KINDS = {
     "total_training_tokens": int,
     "seed": int,
 }
-"""Type of each setting that is used as more than a truth value; any may be missing."""
+"""Types of the settings, except those that only serve as truth values; any may be missing."""
 
 
 class InertConfig:
-    """Stands for the reference's config class: unpickling fills its ``__dict__`` and calls nothing."""
+    """Takes the place of the reference's config class: unpickling fills its ``__dict__`` and calls nothing."""
 
 
-def read(path: Path) -> list[Found]:
+def read(path: Path) -> list[Incoming]:
     """Read one file.
 
     Raises:
-        MxdError: no such file, more in it than weights and a plain config, an autoencoder, or a form mxd has not.
+        MxdError: no such file, contents beyond weights and a plain config, an autoencoder, or a form that mxd lacks.
     """
     cfg, state = _load(path)
     where = str(path)
@@ -96,30 +95,30 @@ def read(path: Path) -> list[Found]:
         "tokens": cfg.get("total_training_tokens") or 0,
         "seed": cfg.get("seed") or 0,
     }
-    return [Found(where, config, tensors, cfg.get("model_name"), block, input or "normalized", "centred", record)]
+    return [Incoming(where, config, tensors, cfg.get("model_name"), block, input or "normalized", "centred", record)]
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read config and tensors, running nothing of the file."""
+    """Read config and tensors without running anything in the file."""
     if not path.is_file():
         raise MxdError(f"no file at {str(path)!r}; the reference code writes NAME.pt.")
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([(InertConfig, CONFIG_CLASS)]):
-            warnings.simplefilter("ignore")  # of protocols that it may not know, and then refuses
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            warnings.simplefilter("ignore")  # about pickle protocols, which it refuses anyway if they are unknown
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it needs {named[1]}" if named else "it is not a file that torch.save wrote"
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it needs {name[1]}" if name else "it is not a file that torch.save wrote"
         raise MxdError(
-            f"{path} is refused: {what}, and mxd reads tensors, plain values and the reference's config class only, "
+            f"{path} is refused: {reason}, and mxd reads tensors, plain values and the reference's config class only, "
             "since a pickle can run any code. Load it where you trust it, and torch.save a dict of cfg (vars(cfg)) and "
             "state_dict."
         ) from error
     except Exception as error:  # a damaged file can make the loader raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise MxdError(f"cannot read {path}: {reason}") from error
-    cfg = found.get("cfg") if isinstance(found, dict) else None
-    state = found.get("state_dict") if isinstance(found, dict) else None
+    cfg = content.get("cfg") if isinstance(content, dict) else None
+    state = content.get("state_dict") if isinstance(content, dict) else None
     cfg = vars(cfg) if isinstance(cfg, InertConfig) else cfg
     if not isinstance(cfg, dict) or not isinstance(state, dict):
         raise MxdError(f"{path}: expected a mapping with cfg and state_dict.")
@@ -133,7 +132,7 @@ def _dunefsky(where: str, state: dict[str, Tensor]) -> tuple[ReplacementConfig, 
     shift = state.pop("b_dec", None)
     if shift is None or "W_enc" not in state or shift.shape != state["W_enc"].shape[:1]:
         raise MxdError(f"{where}: b_dec is missing or not as wide as the input.")
-    config, tensors = as_transcoder(where, _turned(take(state, TRANSCODER, where)), ReLUL1Config(l1=0.0))
+    config, tensors = as_transcoder(where, _transposed(take(state, TRANSCODER, where)), ReLUL1Config(l1=0.0))
     return config, shift_input(tensors, torch.ones_like(shift), shift)
 
 
@@ -143,8 +142,8 @@ def _transcoder(where: str, cfg: Mapping[str, Any], state: dict[str, Tensor]) ->
             f"{where} is a transcoder with use_glu {cfg.get('use_glu')} and activation "
             f"{cfg.get('mlp_activation_fn')!r}; mxd's have ReLU and no GLU."
         )
-    state.pop("b_dec", None)  # there, and not used for transcoders
-    return as_transcoder(where, _turned(take(state, TRANSCODER | SKIP, where)), _sparsity(cfg))
+    state.pop("b_dec", None)  # in the file, but not used by transcoders
+    return as_transcoder(where, _transposed(take(state, TRANSCODER | SKIP, where)), _sparsity(cfg))
 
 
 def _mxd(where: str, cfg: Mapping[str, Any], state: dict[str, Tensor]) -> tuple[MxDConfig, dict[str, Tensor]]:
@@ -175,7 +174,7 @@ def _sparsity(cfg: Mapping[str, Any]) -> AnySparsity:
     return TopKConfig(k=k) if isinstance(k, int) and k > 0 else ReLUL1Config(l1=0.0)
 
 
-def _turned(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _transposed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.T if name in ("encoder", "skip") else t for name, t in weights.items()}
 
 

@@ -19,13 +19,14 @@ from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, ReLUL1Config
 from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
-    Found,
+    Incoming,
     Outgoing,
-    Settings,
+    ToolConfig,
     as_transcoder,
+    config_folders,
     only_one_per_block,
-    read_settings,
     read_tensors,
+    read_tool_config,
     site,
     take,
     weights_of,
@@ -41,7 +42,7 @@ NAMES = {
     "threshold": "sparsity.threshold",
 }
 TRANSPOSED = ("encoder", "skip")
-ARCHITECTURES = {  # (skip, sparsity) of each
+ARCHITECTURES = {  # name -> (skip, kind of sparsity)
     "transcoder": (False, "relu_l1"),
     "skip_transcoder": (True, "relu_l1"),
     "jumprelu_transcoder": (False, "jumprelu"),
@@ -51,7 +52,7 @@ VERSION = "6.0.0"
 """The oldest SAELens that reads what is written here."""
 
 
-class Metadata(Settings):
+class SAELensMetadata(ToolConfig):
     """``metadata`` of ``cfg.json``."""
 
     model_name: str | None = None
@@ -64,7 +65,7 @@ class Metadata(Settings):
     prepend_bos: bool | None = None
 
 
-class Transcoder(Settings):
+class SAELensConfig(ToolConfig):
     """``cfg.json``."""
 
     architecture: str
@@ -74,23 +75,20 @@ class Transcoder(Settings):
     apply_b_dec_to_input: bool = True
     normalize_activations: str = "none"
     reshape_activations: Literal["none", "hook_z"] = "none"
-    metadata: Metadata = Field(default_factory=Metadata)
+    metadata: SAELensMetadata = Field(default_factory=SAELensMetadata)
 
 
-def read(path: Path) -> list[Found]:
+def read(path: Path) -> list[Incoming]:
     """Read one transcoder's folder, or a folder of them.
 
     Raises:
-        MxdError: no such files, an autoencoder, or inputs that are changed by something that is not linear.
+        MxdError: no such files, an autoencoder, or inputs that are changed by something not linear.
     """
-    folders = [path] if (path / "cfg.json").is_file() else sorted(p.parent for p in path.glob("*/cfg.json"))
-    if not folders:
-        raise MxdError(f"no transcoder at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders.")
-    return [_read(folder) for folder in folders]
+    return [_read(folder) for folder in config_folders(path, "transcoder")]
 
 
-def _read(folder: Path) -> Found:
-    where, settings = str(folder), read_settings(folder / "cfg.json", Transcoder)
+def _read(folder: Path) -> Incoming:
+    where, settings = str(folder), read_tool_config(folder / "cfg.json", SAELensConfig)
     if settings.architecture not in ARCHITECTURES:
         raise unknown("architecture", settings.architecture, ARCHITECTURES, f"({where})")
     _check_conventions(where, settings)
@@ -104,28 +102,28 @@ def _read(folder: Path) -> Found:
         "d_sae": (settings.d_sae, "encoder", 0),
         "d_out": (settings.d_out, "decoder", 1),
     }
-    turned = {name: t.T if name in TRANSPOSED else t for name, t in weights.items()}
-    config, tensors = as_transcoder(where, turned, sparsity, stated)
-    known = settings.metadata
-    # Names of modules say more than TransformerLens's: Gemma Scope 2 calls the normed input hook_mlp_in.
+    transposed = {name: t.T if name in TRANSPOSED else t for name, t in weights.items()}
+    config, tensors = as_transcoder(where, transposed, sparsity, stated)
+    metadata = settings.metadata
+    # Names of modules are more reliable than TransformerLens's: Gemma Scope 2 calls the normed input hook_mlp_in.
     block, input, writes = site(
-        known.hf_hook_name or known.hook_name, known.hf_hook_name_out or known.hook_name_out, where
+        metadata.hf_hook_name or metadata.hook_name, metadata.hf_hook_name_out or metadata.hook_name_out, where
     )
-    data = {"source": known.dataset_path, "context": known.context_size, "bos": known.prepend_bos}
-    return Found(
+    data = {"source": metadata.dataset_path, "context": metadata.context_size, "bos": metadata.prepend_bos}
+    return Incoming(
         where,
         config,
         tensors,
-        model=known.model_name,
+        model=metadata.model_name,
         block=block,
         input=input,
         writes=writes,
         record={"data": {name: value for name, value in data.items() if value is not None}},
-        provenance=known.provenance,
+        provenance=metadata.provenance,
     )
 
 
-def _check_conventions(where: str, settings: Transcoder) -> None:
+def _check_conventions(where: str, settings: SAELensConfig) -> None:
     if settings.apply_b_dec_to_input:
         raise MxdError(f"{where}: apply_b_dec_to_input is true, which SAELens itself refuses for a transcoder.")
     if settings.normalize_activations != "none":
@@ -140,11 +138,16 @@ def _check_conventions(where: str, settings: Transcoder) -> None:
 def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path]:
     """Write a folder for each block, ``blocks.3.mlp``.
 
+    Args:
+        layers: at most one for each block.
+        out: the folder that gets them.
+        base: their base model.
+
     Raises:
         MxdError: two layers for one block, or a folder that exists.
     """
     only_one_per_block(layers, "a folder of SAELens transcoders")
-    paths = {name: path for path, name in ((n, id(m)) for n, m in base.module.named_modules())}
+    paths = {id(module): path for path, module in base.module.named_modules()}
     return [
         _write(
             item,

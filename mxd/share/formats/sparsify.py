@@ -2,7 +2,7 @@
 
 <hookpoint>/cfg.json            k, num_latents, skip_connection, transcode ...
 <hookpoint>/sae.safetensors     encoder.weight [n, d], encoder.bias [n], W_dec [n, d], b_dec [d], W_skip [d, d]
-<hookpoint>/mxd.json            what mxd knows of the layer, where mxd wrote it
+<hookpoint>/mxd.json            the layer's provenance, where mxd wrote it
 
     y = TopK(relu(x encoder.weight^T + encoder.bias)) W_dec + b_dec + x W_skip^T
 """
@@ -21,13 +21,14 @@ from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
-    Found,
+    Incoming,
     Outgoing,
-    Settings,
+    ToolConfig,
     as_transcoder,
+    config_folders,
     only_one_per_block,
-    read_settings,
     read_tensors,
+    read_tool_config,
     take,
     weights_of,
 )
@@ -41,7 +42,7 @@ NAMES = {
 }
 
 
-class SparseCoder(Settings):
+class SparsifyConfig(ToolConfig):
     """``cfg.json``."""
 
     activation: Literal["topk", "groupmax"] = "topk"
@@ -52,22 +53,17 @@ class SparseCoder(Settings):
     skip_connection: bool = False
 
 
-def read(path: Path) -> list[Found]:
+def read(path: Path) -> list[Incoming]:
     """Read one hookpoint's folder, or a folder of them.
 
     Raises:
         MxdError: no such files, an autoencoder, GroupMax, or a hookpoint that is no block's MLP.
     """
-    folders = [path] if (path / "cfg.json").is_file() else sorted(p.parent for p in path.glob("*/cfg.json"))
-    if not folders:
-        raise MxdError(
-            f"no sparse coder at {str(path)!r}: expected a folder with cfg.json, or a folder of such folders."
-        )
-    return [_read(folder.resolve()) for folder in folders]
+    return [_read(folder.resolve()) for folder in config_folders(path, "sparse coder")]
 
 
-def _read(folder: Path) -> Found:
-    where, settings = str(folder), read_settings(folder / "cfg.json", SparseCoder)
+def _read(folder: Path) -> Incoming:
+    where, settings = str(folder), read_tool_config(folder / "cfg.json", SparsifyConfig)
     if not settings.transcode:
         raise MxdError(f"{where} is an autoencoder (transcode is false): it explains an MLP and does not replace it.")
     if settings.activation != "topk":
@@ -84,13 +80,18 @@ def _read(folder: Path) -> Found:
     match = re.fullmatch(r"(?:.*\.)?(\d+)\.mlp", folder.name)
     if match is None and re.search(r"\.\d+(\.|$)", folder.name):
         raise MxdError(f"{where}: hookpoint {folder.name!r} is no block's MLP, which is all that mxd replaces.")
-    left = folder / "mxd.json"
-    provenance = read_settings(left, Settings).provenance if left.is_file() else None
-    return Found(where, config, tensors, block=int(match[1]) if match else None, provenance=provenance)
+    note = folder / "mxd.json"
+    provenance = read_tool_config(note, ToolConfig).provenance if note.is_file() else None
+    return Incoming(where, config, tensors, block=int(match[1]) if match else None, provenance=provenance)
 
 
 def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path]:
     """Write a folder for each block's MLP.
+
+    Args:
+        layers: at most one for each block.
+        out: the folder that gets them.
+        base: their base model.
 
     Raises:
         MxdError: two layers for one block, an output of another width, or a folder that exists.
@@ -123,14 +124,14 @@ def _write(item: Outgoing, folder: Path) -> Path:
             "d_in": config.d_in,
         }
         write_json(partial / "cfg.json", settings)
-        write_json(partial / "mxd.json", {"mxd": item.note})  # a file of its own: sparsify warns of keys it lacks
+        write_json(partial / "mxd.json", {"mxd": item.note})  # its own file, since sparsify warns of unknown keys
     return folder
 
 
-def hookpoint(base: FrozenModel, layer: int) -> str:
+def hookpoint(base: FrozenModel, block: int) -> str:
     """Return the path of a block's MLP under ``model.base_model``, for example ``h.3.mlp``."""
     inner = getattr(base.module, "base_model", base.module)
-    return next(name for name, module in inner.named_modules() if module is base.mlp(layer))
+    return next(name for name, module in inner.named_modules() if module is base.mlp(block))
 
 
 FORMAT = Format(read, write, kinds=("topk", "random_k"))
