@@ -30,7 +30,14 @@ def example(layer: mxd.ReplacementLayer) -> dict[str, torch.Tensor]:
             y_off = mlp.output.save()
             logits_off = traced.lm_head.output.save()
 
-    return {"y": y, "logits": logits, "unit": unit, "activations": activations, "y_off": y_off, "logits_off": logits_off}
+    return {
+        "y": y,
+        "logits": logits,
+        "unit": unit,
+        "activations": activations,
+        "y_off": y_off,
+        "logits_off": logits_off,
+    }
 
 
 def peer(work: Path) -> None:
