@@ -1,11 +1,11 @@
-"""Every number in results: key, name, unit, form, direction and meaning, for tables, cards, pages and docs."""
+"""Every number in results: key, name, unit, format, direction and meaning, for tables, cards, pages and docs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 AROUND = "around_special"
-"""Where results keep what was measured with the base MLP answering at special tokens."""
+"""The key of what was measured with the base MLP answering at special tokens."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Metric:
     """One number of a result."""
 
     key: str
-    """Where it stands in its file: names divided by dots, of a result or of one of its layers."""
+    """Its path in the file, names separated by dots, within a result or one of its blocks."""
     title: str
     """What columns are called."""
     form: str
@@ -21,34 +21,34 @@ class Metric:
     says: str
     """What it is."""
     better: Literal["lower", "higher", ""] = ""
-    """Which is better, where one is."""
+    """Which direction is better, where one is."""
     unit: Literal["nats", "share", "units", "tokens", ""] = ""
-    """What it counts; nothing for a plain number."""
+    """Its unit; empty for a plain number."""
     name: str = ""
-    """What it is called where there is room, if not as columns are."""
+    """A longer name for where there is room; the title by default."""
     error: str = ""
-    """Where its standard error stands."""
+    """The path of its standard error."""
 
     @property
     def label(self) -> str:
-        """What an axis is called, or a number by itself."""
+        """Its name on an axis, or alone."""
         return (self.name or self.title) + (", nats" if self.unit == "nats" else "")
 
     @property
     def note(self) -> str:
-        """One sentence on what it is."""
+        """One sentence that explains it."""
         return self.says + (", in nats" if self.unit == "nats" else "")
 
     def of(self, result: Mapping[str, Any]) -> float | None:
-        """Return its value: a result's own, or the mean over its layers; ``None`` where it has none."""
-        own = _at(result, self.key)
-        if own is not None:
-            return own
-        found = [value for site in result["blocks"].values() if (value := _at(site, self.key)) is not None]
-        return sum(found) / len(found) if found else None
+        """Return its value: the result's own, or the mean over its blocks; ``None`` where there is none."""
+        value = _at(result, self.key)
+        if value is not None:
+            return value
+        values = [layer_value for site in result["blocks"].values() if (layer_value := _at(site, self.key)) is not None]
+        return sum(values) / len(values) if values else None
 
     def shown(self, result: Mapping[str, Any]) -> str:
-        """Return its value as it is printed: ``n/a`` where it makes no sense, ``-`` where it was not measured."""
+        """Return its value as text: ``n/a`` where it is undefined, ``-`` where it was not measured."""
         value = self.of(result)
         if value is not None:
             return self.form.format(value)
@@ -56,10 +56,10 @@ class Metric:
 
 
 def _at(values: Mapping[str, Any], path: str) -> float | None:
-    found: Any = values
+    value: Any = values
     for name in path.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 # faithfulness.json: is it faithful?
@@ -108,7 +108,7 @@ AROUND_SPECIAL = Metric(
     f"{AROUND}.ce_increase",
     "around special",
     "{:+.4f}",
-    "CE increase over the same targets if the base MLP goes on answering at special tokens, and so at attention sinks",
+    "CE increase over the same targets when the base MLP still answers at special tokens, and so at attention sinks",
     "lower",
     "nats",
 )
@@ -259,7 +259,7 @@ LEADER = Metric(
     unit="share",
 )
 LEADERS = Metric(
-    "leading", "leaders", "{}", "distinct units that lead, of so many prompts: one alone is shared", unit="units"
+    "leading", "leaders", "{}", "distinct leading units over the prompts: a single one is shared", unit="units"
 )
 
 STRUCTURE = (NORMALIZED_RANK, RANKED, LEADER, LEADERS)
@@ -270,16 +270,18 @@ MEAN_F1 = Metric(
     "mean_f1",
     "mean F1",
     "{:.3f}",
-    "mean over the classes of the held-out F1 of the unit that tells each best there",
+    "mean over the classes of the held-out F1 of the unit that is best for each",
     "higher",
 )
 MEAN_F1_TRAIN = Metric(
-    "mean_f1_train_choice", "chosen in training", "{:.3f}", "mean F1 of units chosen by the training texts", "higher"
+    "mean_f1_train_choice",
+    "chosen in training",
+    "{:.3f}",
+    "mean F1 of the units that are best on the training texts",
+    "higher",
 )
-F1 = Metric("classes.*.f1", "F1", "{:.3f}", "held-out F1 of the unit that tells a class best", "higher")
-F1_ALWAYS = Metric(
-    "classes.*.f1_always", "answering yes always", "{:.3f}", "F1 of saying of every text that it is of the class"
-)
+F1 = Metric("classes.*.f1", "F1", "{:.3f}", "held-out F1 of the best unit for a class", "higher")
+F1_ALWAYS = Metric("classes.*.f1_always", "always answering yes", "{:.3f}", "F1 of assigning every text to the class")
 
 PROBING = (MEAN_F1, MEAN_F1_TRAIN, F1, F1_ALWAYS)
 
@@ -300,10 +302,10 @@ STEERING = (COHERENCE, FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
 OWN = Metric("target", "own domain", "{:+.4f}", "mean change on the masked domain itself", "higher", "nats")
 OTHERS = Metric("others", "others", "{:+.4f}", "mean change on the other domains", "lower", "nats")
 OWN_RANDOM = Metric(
-    "control_target", "own, random", "{:+.4f}", "change on it with as many units drawn at random", unit="nats"
+    "control_target", "own, random", "{:+.4f}", "change on it with equally many random units", unit="nats"
 )
 OTHERS_RANDOM = Metric(
-    "control_others", "others, random", "{:+.4f}", "change on the others with as many drawn at random", unit="nats"
+    "control_others", "others, random", "{:+.4f}", "change on the others with equally many random units", unit="nats"
 )
 
 MASKING = (OWN, OTHERS, OWN_RANDOM, OTHERS_RANDOM)
@@ -311,10 +313,10 @@ MASKING = (OWN, OTHERS, OWN_RANDOM, OTHERS_RANDOM)
 # purging.json, for each threshold
 
 THRESHOLD = Metric(
-    "thresholds", "correlation", "{:g}", "units whose activation correlates with the score at least so much are masked"
+    "thresholds", "correlation", "{:g}", "the least correlation with the score at which a unit is masked"
 )
-PURGED = Metric("units", "units", "{:,.0f}", "how many those are", unit="units")
-PURGED_SHARE = Metric("share", "share", "{:.1%}", "of all units", unit="share")
+PURGED = Metric("units", "units", "{:,.0f}", "how many units are masked", unit="units")
+PURGED_SHARE = Metric("share", "share", "{:.1%}", "their share of all units", unit="share")
 BY_CHANCE = Metric(
     "removed",
     "by chance",
@@ -344,7 +346,7 @@ LOW_RANDOM = Metric(
     "control.*.0",
     "low, random",
     "{:+.4f}",
-    "change on low scores with as many units drawn at random",
+    "change on low scores with equally many random units",
     unit="nats",
     error="control_se.*.0",
 )
@@ -352,7 +354,7 @@ HIGH_RANDOM = Metric(
     "control.*.1",
     "high, random",
     "{:+.4f}",
-    "change on high scores with as many drawn at random",
+    "change on high scores with equally many random units",
     unit="nats",
     error="control_se.*.1",
 )
@@ -376,5 +378,5 @@ METRICS = {
 
 
 def explained(metrics: Iterable[Metric]) -> str:
-    """Return the sentences on some metrics as one line of Markdown."""
+    """Return the explanations of some metrics as one line of Markdown."""
     return "; ".join(f"*{metric.title}*: {metric.note}" for metric in metrics) + "."

@@ -5,7 +5,7 @@ fields, with their docstrings as help) and the ``evaluation`` section of a run's
 take this config; ``DEFAULTS`` holds all of them unchanged. ``Parameter`` says where an option differs from its field.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from cyclopts import Parameter
 from pydantic import (
@@ -27,7 +27,11 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Question = Literal["faithfulness", "generation", "units", "structure", "probing", "masking", "steering"]
+Question = Literal["faithfulness", "generation", "structure", "units", "probing", "steering", "masking"]
+"""The questions of `mxd compare`, in the order of the report's sections; a section has the name of its question."""
+
+RESULTS: tuple[str, ...] = (*get_args(Question), "purging")
+"""The results that a run's folder may hold, each in a JSON file of its name."""
 
 PROMPTS = (
     *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),

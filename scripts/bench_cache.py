@@ -2,8 +2,9 @@
 
     python scripts/bench_cache.py [--tokens 262144] [--width 768] [--folder FOLDER] [--json FILE]
 
-The activations are random, so no base model is timed. A first reading verifies every shard, a second does not. Files
-just written are in memory: this is the speed beyond the disk's own. `mixed` mixes eight shards in batches of 4,096.
+The activations are random, so no base model is timed. The first reading verifies every shard, the second does not.
+Files just written are in memory, so the disk's own speed is not measured. `mixed` mixes eight shards in batches of
+4,096.
 """
 
 import argparse
@@ -33,10 +34,10 @@ def stream(width: int) -> Stream:
     x, y = torch.randn(2, BATCH, width, generator=torch.Generator().manual_seed(0))
     ids, means = torch.arange(BATCH), {0: (x.mean(0), y.mean(0))}
 
-    def batches(start: Cursor, mine: Mine) -> Iterator[Batch]:
+    def batches(start: Cursor, is_mine: Mine) -> Iterator[Batch]:
         window = start.context
         while True:
-            if mine(Cursor(window), WINDOW):
+            if is_mine(Cursor(window), WINDOW):
                 for b in range(WINDOW):
                     end = Cursor(window, 0, b + 1) if b + 1 < WINDOW else Cursor(window + 1)
                     yield Batch({0: (x, y)}, ids, means, end)
@@ -46,7 +47,7 @@ def stream(width: int) -> Stream:
 
 
 def tokens_per_second(batches: Iterator[Batch], tokens: int) -> float:
-    """Read, as training does, and use every number once, as a step does at the least."""
+    """Read as training does, and use every number once, as any step must."""
     begin = time.perf_counter()
     for batch in islice(ahead(batches, 2), tokens // BATCH):
         assert batch.sites[0][0].sum().isfinite() and batch.sites[0][1].sum().isfinite()
@@ -59,17 +60,17 @@ def measure(folder: Path, dtype: Dtype, tokens: int, width: int) -> dict[str, fl
     claim_cache(folder, identity, cache_bytes([(width, width)], tokens, dtype), dtype)
     begin = time.perf_counter()
     write_cache(folder, stream(width), tokens)
-    found = {"writing": tokens / (time.perf_counter() - begin)}
+    rates = {"writing": tokens / (time.perf_counter() - begin)}
     begin = time.perf_counter()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as handle:
             hashlib.file_digest(handle, "sha256")
-    found["SHA-256 alone"] = tokens / (time.perf_counter() - begin)
+    rates["SHA-256 alone"] = tokens / (time.perf_counter() - begin)
     fresh = folder.rename(folder.with_name(f"{folder.name}-moved"))  # under another name it is verified anew
-    found["in order, verified"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
-    found["in order"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
-    found["mixed"] = tokens_per_second(mixed_batches(fresh, [0], BATCH, 8), tokens)
-    return found
+    rates["in order, verified"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
+    rates["in order"] = tokens_per_second(cached_batches(fresh, [0]), tokens)
+    rates["mixed"] = tokens_per_second(mixed_batches(fresh, [0], BATCH, 8), tokens)
+    return rates
 
 
 def main() -> None:
@@ -81,13 +82,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = {d: measure(Path(folder, d), d, args.tokens, args.width) for d in get_args(Dtype)}
+        rates = {d: measure(Path(folder, d), d, args.tokens, args.width) for d in get_args(Dtype)}
     print(f"{args.tokens:,} tokens, one layer, width {args.width}, {torch.get_num_threads()} threads; tokens/s\n")
-    print(f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
-    for name in found["float32"]:
-        print(f"| {name} | {' | '.join(f'{found[dtype][name]:,.0f}' for dtype in found)} |")
+    print(f"| | {' | '.join(rates)} |\n|---|{'---|' * len(rates)}")
+    for name in rates["float32"]:
+        print(f"| {name} | {' | '.join(f'{rates[dtype][name]:,.0f}' for dtype in rates)} |")
     if args.json:
-        args.json.write_text(json.dumps({"versions": versions(), **found}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"versions": versions(), **rates}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

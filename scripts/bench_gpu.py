@@ -116,14 +116,14 @@ class Device:
 
 def ceilings(device: Device, side: int, base_dtype: str) -> dict[str, float]:
     """Return FLOP/s of a big square product in each dtype used, and bytes/s (read plus written) of a big copy."""
-    found = {}
+    rates = {}
     for name in {"float32", "bfloat16", base_dtype}:
         a, b = (torch.randn(side, side, device=device.device).to(DTYPES[name]) for _ in range(2))
-        found[name] = 2 * side**3 / device.seconds(lambda a=a, b=b: torch.mm(a, b), calls=3)
+        rates[name] = 2 * side**3 / device.seconds(lambda a=a, b=b: torch.mm(a, b), calls=3)
     source = torch.randn(side, side, device=device.device)
     target = torch.empty_like(source)
-    found["copy"] = 2 * 4 * side**2 / device.seconds(lambda: target.copy_(source))
-    return found
+    rates["copy"] = 2 * 4 * side**2 / device.seconds(lambda: target.copy_(source))
+    return rates
 
 
 def random_gpt2(sizes: Sizes, dtype: str, device: torch.device) -> FrozenModel:
@@ -144,11 +144,13 @@ def end_to_end(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
     vocabulary = base.config.vocab_size
     pool = np.random.default_rng(0).integers(vocabulary, size=(8192, sizes.context), dtype=np.int32)
 
-    def blocks(first: int) -> Iterator[np.ndarray]:
+    def contexts_from(first: int) -> Iterator[np.ndarray]:
         return (pool[i % len(pool)] for i in count(first))
 
     contexts = max(1, 4096 // sizes.context)
-    stream = activation_batches(base, [sizes.block], blocks, sizes.batch, sizes.window, forward_contexts=contexts)
+    stream = activation_batches(
+        base, [sizes.block], contexts_from, sizes.batch, sizes.window, forward_contexts=contexts
+    )
     seen, rates = 0, []
     for window in range(windows + 1):
         device.wait()
@@ -203,17 +205,17 @@ def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
             loss.backward()
         with device.part(times, "Adam"):
             trainee.optimizer.step()
-    parts |= {name: statistics.median(found) for name, found in times.items()}
+    parts |= {name: statistics.median(measured) for name, measured in times.items()}
     parts["whole step"] = device.seconds(lambda: train_step(trainee, x, y, LR, 0))
     return parts
 
 
 def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, candidates: str) -> dict[str, tuple[str, float]]:
-    """Return what no step avoids, by part: the ceiling it runs against, and its FLOPs, or bytes for ``copy``.
+    """Return the work that no step avoids, by part: the ceiling that limits it, and its FLOPs, or bytes for ``copy``.
 
-    Base forward: the linear maps and attention products up to the block, its MLP included. Backward: of the dense
-    encoder's E and D the gradients, and the hidden state's; nothing needs the gradient of x. Adam: weight, gradient and
-    both moments read, all but the gradient written. Not counted: the sparse products (2 K d a token each), what
+    Base forward: the linear maps and attention products up to the block, its MLP included. Backward: the gradients of
+    the dense encoder's E and D, and of the hidden state; nothing needs the gradient of x. Adam: weight, gradient and
+    both moments are read, all except the gradient written. Not counted: the sparse products (2 K d a token each), what
     normalisation and activations move, and pre-activations that are written for top-k to read.
     """
     t, d, h, n = sizes.batch, config.d_in or 0, config.hidden or 0, config.num_units or 0
@@ -231,7 +233,7 @@ def work(base: FrozenModel, config: ReplacementConfig, sizes: Sizes, candidates:
 
 
 def print_parts(parts: dict[str, float], needed: dict[str, tuple[str, float]], rates: dict[str, float]) -> float:
-    """Print the table of parts and return the floor in seconds: each part's work at its ceiling, one after another."""
+    """Print the table of parts and return the floor in seconds: each part's work at its ceiling, one by one."""
     total = sum(seconds for name, seconds in parts.items() if name != "whole step")
     print("\n| part of a step | ms | share | work | achieved | ceiling | floor ms |\n|---|---|---|---|---|---|---|")
     for name, seconds in parts.items():
@@ -255,7 +257,7 @@ def torch_gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
 
 
 def torch_gather_dot(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of its values: embedding_bag's own backward, and so with a forward before it."""
+    """The gradient of its activations: embedding_bag's own backward, which needs a forward first."""
     probe = torch.zeros(indices.shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
     return torch.autograd.grad(torch_gather_sum(probe, indices, weight), probe, grad)[0]
 
@@ -337,13 +339,13 @@ def large_step(device: Device, shape: MLPShape, sizes: Sizes, candidates: str) -
     return {"units": config.num_units, "params": config.num_params, "seconds": seconds, "peak": peak, "state": state}
 
 
-def missed(found: dict[str, Any]) -> list[str]:
+def missed(result: dict[str, Any]) -> list[str]:
     """Return each missed target as a line."""
     lines = []
-    rate = found["tokens_per_second"]
+    rate = result["tokens_per_second"]
     if rate < TARGET:
         lines.append(f"GPT-2 block 8, MxD K = 32: {rate:,.0f} tokens/s end to end, at least {TARGET:,}")
-    for row in found["kernels"]:
+    for row in result["kernels"]:
         if not row.get("difference", 0) < 1e-4:  # NaN, too
             lines.append(f"{row['operation']}, {row['selection']}: Triton is off by {row['difference']:.1e} of torch")
     return lines
@@ -372,7 +374,7 @@ def main() -> None:
     if args.small and args.check:
         parser.error("--check needs the full sizes; leave out --small")
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no CUDA device is there; this benchmark needs an NVIDIA GPU (to try it out: --device cpu --small)")
+        sys.exit("there is no CUDA device; this benchmark needs an NVIDIA GPU (to try it out: --device cpu --small)")
     use_triton(args.triton)
     if args.device == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if args.tf32 else "ieee"
@@ -392,11 +394,12 @@ def main() -> None:
     base = random_gpt2(sizes, args.base_dtype, device.device)
     config = paper_config(base.mlp_shape(sizes.block), sizes.k)
     trainee = new_trainee("MxD", sizes.block, config, 0, device.device, args.candidates)
-    found = end_to_end(device, base, trainee, sizes, args.windows)
+    window_rates = end_to_end(device, base, trainee, sizes, args.windows)
     loss = trainee.stats.report(0, 1)["normalized_mse"]
-    rate = statistics.median(found)
+    rate = statistics.median(window_rates)
     print(f"\nMxD, K = {sizes.k}, N = {config.num_units:,}, block {sizes.block}, batches of {sizes.batch:,} tokens:")
-    print(f"{rate:,.0f} tokens/s end to end ({min(found):,.0f} to {max(found):,.0f}); mean loss {loss:.4f}")
+    slowest, fastest = min(window_rates), max(window_rates)
+    print(f"{rate:,.0f} tokens/s end to end ({slowest:,.0f} to {fastest:,.0f}); mean loss {loss:.4f}")
 
     parts = time_parts(device, base, trainee, sizes, args.repeats)
     needed = work(base, config, sizes, args.candidates)
@@ -423,7 +426,7 @@ def main() -> None:
         "versions": versions(),
         "ceilings": rates,
         "tokens_per_second": rate,
-        "windows": found,
+        "windows": window_rates,
         "parts": parts,
         "work": needed,
         "floor": floor,

@@ -6,8 +6,8 @@
 
 A run of 4 methods x 4 K at one block: the base model's forward alone, each replacement's step alone on one batch (the
 median), then `mxd train` as it is, reading live and reading a cache; what the run takes beyond forward and steps is its
-overhead. Counted, too: the rows of the live run whose units were proposed in bfloat16, and those that this could not be
-proven for. Evaluation: one replacement of the block against eight.
+overhead. It also counts the rows of the live run whose candidates were computed in bfloat16, and those whose candidates
+were not proven. Evaluation: one replacement of the block against eight.
 """
 
 import argparse
@@ -80,12 +80,15 @@ def configure(args: argparse.Namespace, folder: str, run: str, **data: Any) -> R
 def forward_seconds(config: RunConfig, base: FrozenModel) -> float:
     """The base model's forward over the run's contexts, up to the block, and nothing else."""
     data = config.data
-    blocks = token_contexts(documents(data.source, data.split), base.tokenizer, data.context, data.bos, config.seed)
-    rows = blocks(0)
-    each = 4096 // data.context
-    counted = data.context - bool(base.tokenizer.bos_token_id is not None and data.bos)  # BOS is masked
-    forwards = -(-config.training.steps * config.training.batch_tokens // (each * counted))
-    ids = [torch.stack([torch.from_numpy(next(rows).astype("int64")) for _ in range(each)]) for _ in range(forwards)]
+    contexts = token_contexts(documents(data.source, data.split), base.tokenizer, data.context, data.bos, config.seed)
+    rows = contexts(0)
+    contexts_per_forward = 4096 // data.context
+    counted = data.context - bool(base.tokenizer.bos_token_id is not None and data.bos)  # BOS does not count
+    forwards = -(-config.training.steps * config.training.batch_tokens // (contexts_per_forward * counted))
+    ids = [
+        torch.stack([torch.from_numpy(next(rows).astype("int64")) for _ in range(contexts_per_forward)])
+        for _ in range(forwards)
+    ]
     base.record(ids[0], config.blocks)
     return seconds(lambda: [base.record(part, config.blocks) for part in ids])
 
@@ -93,15 +96,15 @@ def forward_seconds(config: RunConfig, base: FrozenModel) -> float:
 def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str, float]:
     """The median time of one step of each replacement, alone on one batch."""
     batch = next(activation_stream(config, base))
-    found = {}
+    medians = {}
     for name, (number, layer) in plan_layers(config, base).items():
         trainee = new_trainee(name, number, layer, config.seed, base.device, config.training.candidates)
         x, y = batch.sites[number]
         times = [
             seconds(lambda trainee=trainee, x=x, y=y: train_step(trainee, x, y, 1e-4, 4096)) for _ in range(repeats + 1)
         ]
-        found[name] = statistics.median(times[1:])
-    return found
+        medians[name] = statistics.median(times[1:])
+    return medians
 
 
 @contextmanager
@@ -112,10 +115,10 @@ def waiting() -> Iterator[list[float]]:
     module = importlib.import_module("mxd.training.loop")
     original, waits = module.Loop.next_batch, []
 
-    def timed(*given: Any) -> Batch:
+    def timed(*arguments: Any) -> Batch:
         begin = time.perf_counter()
         try:
-            return original(*given)
+            return original(*arguments)
         finally:
             waits.append(time.perf_counter() - begin)
 
@@ -128,7 +131,7 @@ def waiting() -> Iterator[list[float]]:
 
 @contextmanager
 def candidates() -> Iterator[dict[str, int]]:
-    """Count the rows whose units are proposed in bfloat16, and those searched anew in float32."""
+    """Count the rows whose candidates are computed in bfloat16, and those searched anew in float32."""
     proposed, largest, counts = (
         sparse._from_candidates,
         sparse._largest,
@@ -142,11 +145,11 @@ def candidates() -> Iterator[dict[str, int]]:
 
     def counting(*inputs: Any) -> Any:
         searched.clear()
-        found = proposed(*inputs)
+        result = proposed(*inputs)
         if searched[0][0]:
             counts["rows proposed for"] += searched[0][1]
             counts["rows searched anew"] += sum(rows for _, rows in searched[1:])
-        return found
+        return result
 
     with mock.patch.object(sparse, "_from_candidates", counting), mock.patch.object(sparse, "_largest", noting):
         yield counts
@@ -157,17 +160,17 @@ def runs(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, 
     live = configure(args, folder, "live")
     cached = configure(args, folder, "cached", cache=f"{folder}/cache")
     steps = step_seconds(live, base, args.repeats)
-    found: dict[str, Any] = {"steps": steps, "forward": forward_seconds(live, base)}
-    found["all steps"] = args.batches * sum(steps.values())
+    results: dict[str, Any] = {"steps": steps, "forward": forward_seconds(live, base)}
+    results["all steps"] = args.batches * sum(steps.values())
     with waiting() as waits, candidates() as rows:
-        found["live run"] = seconds(lambda: train(live, model=base))
-        found["live run, waiting"] = sum(waits)
-    found |= rows
-    found["writing the cache"] = seconds(lambda: cache_activations(live, Path(folder) / "cache", model=base))
+        results["live run"] = seconds(lambda: train(live, model=base))
+        results["live run, waiting"] = sum(waits)
+    results |= rows
+    results["writing the cache"] = seconds(lambda: cache_activations(live, Path(folder) / "cache", model=base))
     with waiting() as waits:
-        found["cached run"] = seconds(lambda: train(cached, model=base))
-        found["cached run, waiting"] = sum(waits)
-    return found
+        results["cached run"] = seconds(lambda: train(cached, model=base))
+        results["cached run, waiting"] = sum(waits)
+    return results
 
 
 def evaluations(args: argparse.Namespace, base: FrozenModel, folder: str) -> dict[str, float]:
@@ -175,22 +178,22 @@ def evaluations(args: argparse.Namespace, base: FrozenModel, folder: str) -> dic
     config = configure(args, folder, "evaluation")
     layers = {name: layer.build() for name, (_, layer) in plan_layers(config, base).items()}
     text = documents("bundled", "validation")
-    blocks = token_contexts(text, base.tokenizer, config.data.context, seed=0, repeat=False)
+    contexts = token_contexts(text, base.tokenizer, config.data.context, seed=0, repeat=False)
     names = list(layers)[::2][:8]
     return {
         f"evaluating {n}": seconds(
-            lambda n=n: evaluate(base, {name: {args.block: layers[name]} for name in names[:n]}, blocks, args.tokens)
+            lambda n=n: evaluate(base, {name: {args.block: layers[name]} for name in names[:n]}, contexts, args.tokens)
         )
         for n in (1, 8)
     }
 
 
-def missed(found: dict[str, Any]) -> list[str]:
+def missed(results: dict[str, Any]) -> list[str]:
     """Return the targets missed, each as one line."""
     ratios = {
-        "live run / (forward + steps)": (found["live run"] / (found["forward"] + found["all steps"]), 1.10),
-        "cached run, waiting / whole": (found["cached run, waiting"] / found["cached run"], 0.05),
-        "evaluating 8 / evaluating 1": (found["evaluating 8"] / found["evaluating 1"], 3.0),
+        "live run / (forward + steps)": (results["live run"] / (results["forward"] + results["all steps"]), 1.10),
+        "cached run, waiting / whole": (results["cached run, waiting"] / results["cached run"], 0.05),
+        "evaluating 8 / evaluating 1": (results["evaluating 8"] / results["evaluating 1"], 3.0),
     }
     for name, (got, most) in ratios.items():
         print(f"{name}: {got:.3f}, at most {most}")
@@ -211,19 +214,20 @@ def main() -> None:
     args = parser.parse_args()
     base = load_frozen(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        found = runs(args, base, folder) | evaluations(args, base, folder)
+        results = runs(args, base, folder) | evaluations(args, base, folder)
     tokens = args.batches * 4096
     print(f"{base.source}, block {args.block}, {tokens:,} tokens, {torch.get_num_threads()} threads\n")
     print("| | seconds | share of the live run | tokens/s |\n|---|---|---|---|")
     for name in ("forward", "all steps", "live run", "live run, waiting", "cached run", "cached run, waiting"):
-        print(f"| {name} | {found[name]:.2f} | {found[name] / found['live run']:.1%} | {tokens / found[name]:,.0f} |")
+        taken = results[name]
+        print(f"| {name} | {taken:.2f} | {taken / results['live run']:.1%} | {tokens / taken:,.0f} |")
     for name in ("writing the cache", "evaluating 1", "evaluating 8"):
-        print(f"| {name} | {found[name]:.2f} | | |")
-    print(f"\nrows proposed for: {found['rows proposed for']:,}, searched anew: {found['rows searched anew']:,}\n")
-    misses = missed(found)
+        print(f"| {name} | {results[name]:.2f} | | |")
+    print(f"\nrows proposed for: {results['rows proposed for']:,}, searched anew: {results['rows searched anew']:,}\n")
+    misses = missed(results)
     if args.json:
         machine = {"threads": torch.get_num_threads()}
-        args.json.write_text(json.dumps({"machine": machine, "versions": versions(), **found}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"machine": machine, "versions": versions(), **results}, indent=2) + "\n")
     if args.check:
         print("\n".join(misses) or "every target is met")
         sys.exit(1 if misses else 0)

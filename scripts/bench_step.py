@@ -3,11 +3,11 @@
     python scripts/bench_step.py [--shapes gpt2 smollm2] [--repeats 5] [--json FILE] [--check]
 
 For every layer and shape one process runs all contestants in turn within every repeat, on the same data; medians over
-repeats. `mxd train` also tells glibc to keep freed memory; since that would speed every contestant up, "as mxd train"
+repeats. `mxd train` also tells glibc to keep freed memory; since that would speed up every contestant, "as mxd train"
 is measured after them, in turn with the same step with all products in float32 ("float32 candidates"). The floor is the
-time of the dense products that such a step takes, each measured into a buffer that is there already. Peak memory is
-that of a process of its own that builds one contestant and takes two steps, less what it held before. With
-`pip install eai-sparsify` EleutherAI's sparsify is measured beside.
+time of the dense products that such a step takes, each written to an existing buffer. Peak memory is that of a process
+of its own that builds one contestant and takes two steps, less what it held before. With `pip install eai-sparsify`,
+EleutherAI's sparsify is measured as well.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def medians(steps: dict[str, Step], repeats: int) -> dict[str, float]:
             step()
             if repeat:
                 times[key].append(time.perf_counter() - begin)
-    return {key: statistics.median(found) for key, found in times.items()}
+    return {key: statistics.median(seconds) for key, seconds in times.items()}
 
 
 def case(name: str, label: str, k: int) -> tuple[ReplacementConfig, Tensor, Tensor]:

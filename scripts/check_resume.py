@@ -1,11 +1,11 @@
-"""Change one thing between a stop and `--resume`: it is refused by name, and nothing touched; unchanged it goes on.
+"""Change one thing between a stop and `--resume`: it is refused by name, nothing is touched; unchanged, it continues.
 
     python scripts/check_resume.py [--json FILE] [--check]
 
 `mxd train` is stopped by SIGTERM and resumed, each time in a process and a folder of its own. With another text,
 config, base model, state or cache it must end with exit code 1, one line that names the change, and the run's folder as
-it was. Then nothing is changed, but for what may be lost (the files of token ids): layers, last state and metrics must
-be those of a run that nobody stopped, bit for bit. `--check` exits 1 where one of these is not so.
+it was. Then nothing is changed, except for files that may be lost (those of token ids): layers, last state and metrics
+must be those of a run that was never stopped, bit for bit. `--check` exits 1 where one of these is not so.
 """
 
 import argparse
@@ -64,14 +64,14 @@ def mxd(folder: Path, *words: str) -> subprocess.Popen:
 
 def done(process: subprocess.Popen, expected: int = 0) -> str:
     """Wait for a command's end; return its messages."""
-    said = process.communicate()[1]
+    messages = process.communicate()[1]
     if process.returncode != expected:
-        sys.exit(f"{process.args} ended with {process.returncode}:\n{said[-3000:]}")
-    return said
+        sys.exit(f"{process.args} ended with {process.returncode}:\n{messages[-3000:]}")
+    return messages
 
 
 def stop(folder: Path, run: str, *words: str) -> None:
-    """Begin a run, and ask it to stop when its first state is saved."""
+    """Start a run, and ask it to stop when its first state is saved."""
     process = mxd(folder, "train", "run.yaml", "--run", run, *words)
     states = folder / "runs" / run / "state"
     while process.poll() is None and not any(states.glob("step-*")):
@@ -82,7 +82,7 @@ def stop(folder: Path, run: str, *words: str) -> None:
 
 
 def prepare(folder: Path, pool: ThreadPoolExecutor) -> None:
-    """Write text, base model and caches; train the runs that nobody stops, and stop the others."""
+    """Write text, base model and caches; train the undisturbed runs, and stop the others."""
     write_text(folder, documents("bundled", "validation")[:300])
     shutil.copytree(bundled_path("tiny-gpt2"), folder / "base")
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
@@ -94,8 +94,8 @@ def prepare(folder: Path, pool: ThreadPoolExecutor) -> None:
         pool.submit(stop, folder, "r"),
         pool.submit(stop, folder, "other"),
     ]
-    for one in begun:
-        one.result()
+    for task in begun:
+        task.result()
     stop(folder, "cached", "--data.cache", "cache")
 
 
@@ -116,7 +116,7 @@ def read_text(folder: Path) -> list[str]:
 
 
 def edit(run: str = "r", **fields: Any) -> Callable[[Path], None]:
-    """Edit fields of a run's own config.yaml, from which it is resumed: nothing else could know."""
+    """Edit fields of a run's own config.yaml, from which it is resumed."""
 
     def change(folder: Path) -> None:
         file = folder / "runs" / run / "config.yaml"
@@ -197,7 +197,7 @@ UNCHANGED = (
 )
 
 
-# What comes of it
+# What the changes lead to
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -211,14 +211,14 @@ def resume(source: Path, case: Case) -> tuple[Path, int, str]:
     case.change(folder)
     before = contents(folder / "runs" / case.run)
     process = mxd(folder, "train", f"runs/{case.run}/config.yaml", "--resume", *case.words)
-    said = process.communicate()[1]
+    messages = process.communicate()[1]
     if process.returncode and contents(folder / "runs" / case.run) != before:
-        said += "\nmxd: the run's folder was changed"
-    return folder, process.returncode, said
+        messages += "\nmxd: the run's folder was changed"
+    return folder, process.returncode, messages
 
 
 def refused(source: Path, case: Case) -> dict[str, Any]:
-    """Return what a change came to."""
+    """Return the outcome of a change."""
     folder, code, said = resume(source, case)
     shutil.rmtree(folder)
     messages = [line.removeprefix("mxd: ") for line in said.splitlines() if line.startswith("mxd: ")]
@@ -228,24 +228,24 @@ def refused(source: Path, case: Case) -> dict[str, Any]:
 
 
 def same(source: Path, case: Case) -> dict[str, Any]:
-    """Return whether a run that goes on unchanged ends as the one that nobody stopped."""
-    folder, code, said = resume(source, case)
+    """Return whether a run that is resumed unchanged ends like one that was never stopped."""
+    folder, code, messages = resume(source, case)
     left, right = (left_by(folder / "runs" / case.run), left_by(source / "runs" / "whole"))
     shutil.rmtree(folder)
     different = sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
     good = code == 0 and not different and any(name.endswith("model.safetensors") for name in left)
-    outcome = "; ".join(different) or f"{len(left)} files bit for bit those of the run that nobody stopped"
-    return {"changed": case.name, "exit code": code, "said": outcome if code == 0 else said[-300:], "good": good}
+    outcome = "; ".join(different) or f"{len(left)} files bit for bit those of the run that was never stopped"
+    return {"changed": case.name, "exit code": code, "said": outcome if code == 0 else messages[-300:], "good": good}
 
 
 def left_by(run: Path) -> dict[str, Any]:
     """Return the layers, the last state's tensors and the metrics without times."""
     last = max((run / "state").glob("step-*"))
-    found: dict[str, Any] = {str(p.relative_to(run)): p.read_bytes() for p in run.glob("block*/model.safetensors")}
-    found |= {str(path.relative_to(run)): path.read_bytes() for path in last.glob("*.safetensors")}
+    files: dict[str, Any] = {str(p.relative_to(run)): p.read_bytes() for p in run.glob("block*/model.safetensors")}
+    files |= {str(path.relative_to(run)): path.read_bytes() for path in last.glob("*.safetensors")}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "tokens_per_second")
-    return found | {"metrics.jsonl": [{k: v for k, v in line.items() if k not in timed} for line in lines]}
+    return files | {"metrics.jsonl": [{k: v for k, v in line.items() if k not in timed} for line in lines]}
 
 
 def main() -> None:
@@ -257,8 +257,8 @@ def main() -> None:
     )
     asked = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mxd-resume-") as place, ThreadPoolExecutor(os.cpu_count()) as pool:
-        source = Path(place, "source")
+    with tempfile.TemporaryDirectory(prefix="mxd-resume-") as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+        source = Path(work, "source")
         source.mkdir()
         prepare(source, pool)
         rows = list(pool.map(lambda case: refused(source, case), CASES))

@@ -31,11 +31,11 @@ WORDS = [
     '[{"method": "mxd", "sparsity": {"kind": "topk", "k": [8, 32]}},'
     ' {"method": "transcoder", "sparsity": {"kind": "topk", "k": [8, 32]}}]',
 ]
-"""Four replacements; four steps to a window of activations and to a line of metrics."""
+"""Four replacements; four steps per window of activations and per line of metrics."""
 
 
 def launch(world: int, *words: str) -> None:
-    """Run Python with these words in so many processes."""
+    """Run Python with these words in ``world`` processes."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *words]
     if world == 1:
         command = [word for word in words if word != "--no-python"]
@@ -45,16 +45,16 @@ def launch(world: int, *words: str) -> None:
 
 
 def train(world: int, groups: int, config: str) -> tuple[float, list[float]]:
-    """Train; return the seconds of a step, median over windows but the first, and every loss that was reported."""
+    """Train; return the seconds per step, the median over all windows except the first, and every reported loss."""
     with tempfile.TemporaryDirectory() as folder:
         launch(world, "-m", "mxd", "train", config, *WORDS, "--out", folder, "--groups", str(groups))
         lines = [json.loads(line) for line in next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()]
-    own = [line["seconds"] for line in lines if line["replacement"] == lines[0]["replacement"]]
-    return statistics.median(own[1:]) / 4, [line["normalized_mse"] for line in lines]
+    seconds = [line["seconds"] for line in lines if line["replacement"] == lines[0]["replacement"]]
+    return statistics.median(seconds[1:]) / 4, [line["normalized_mse"] for line in lines]
 
 
 def speeds(world: int) -> dict[str, float]:
-    """Return the speeds of one of so many processes, while all of them work."""
+    """Return the speeds of one of ``world`` processes while all of them work."""
     with tempfile.TemporaryDirectory() as folder:
         launch(world, __file__, "--measure", str(Path(folder, "speeds.json")))
         return json.loads(Path(folder, "speeds.json").read_text())
@@ -68,20 +68,20 @@ def measure(file: Path) -> None:
     from mxd.common.processes import launched
 
     with launched() as processes:
-        found = []
+        measured = []
         for _ in range(3):
             processes.gather(None)  # begin together
             products = product_speed(torch.device("cpu"))
             processes.gather(None)  # begin together
-            found.append((products, copy_speed(torch.device("cpu")), network_speed(processes)))
-        together = [statistics.fmean(part) for part in zip(*found, strict=True)]
+            measured.append((products, copy_speed(torch.device("cpu")), network_speed(processes)))
+        together = [statistics.fmean(part) for part in zip(*measured, strict=True)]
         shared = [statistics.fmean(part) for part in zip(*processes.gather(together), strict=True)]
         if processes.first:
             file.write_text(json.dumps(dict(zip(("products", "copies", "network"), shared, strict=True))))
 
 
 def network_speed(processes: Any) -> float:
-    """Return the bytes a second that this process receives when all send one another rows."""
+    """Return the bytes per second that this process receives while all send rows to one another."""
     import torch
 
     if not processes.many:
@@ -95,8 +95,8 @@ def network_speed(processes: Any) -> float:
     return 5 * rows.numel() * 4 * (processes.world - 1) / processes.world / (time.perf_counter() - begin)
 
 
-def modelled(world: int, groups: int, config: str, found: dict[str, float]) -> dict[str, float]:
-    """Return the model's seconds of a step, by part."""
+def modelled(world: int, groups: int, config: str, measured: dict[str, float]) -> dict[str, float]:
+    """Return the seconds per step that the cost model predicts, by part."""
     from dataclasses import asdict
 
     from mxd.config import load_config
@@ -104,7 +104,9 @@ def modelled(world: int, groups: int, config: str, found: dict[str, float]) -> d
     from mxd.planning.time import Speeds, step_times
 
     run = load_config(config, WORDS)
-    at = Speeds(found["products"], found["products"], found["products"], found["copies"], found["network"])
+    at = Speeds(
+        measured["products"], measured["products"], measured["products"], measured["copies"], measured["network"]
+    )
     times = step_times(plan_run(run, world=world, groups=groups), run.training.batch_tokens, at)
     return {**asdict(times), "step": times.step}
 
@@ -127,19 +129,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     wrong = []
     for world in args.worlds:
-        found = speeds(world)
+        measured = speeds(world)
         for groups in sorted({world, 1}, reverse=True):
-            (own, losses), model = train(world, groups, args.config), modelled(world, groups, args.config, found)
-            row = {"processes": world, "groups": groups, "seconds": own, "model": model, "speeds": found}
+            (seconds, losses), model = train(world, groups, args.config), modelled(world, groups, args.config, measured)
+            row = {"processes": world, "groups": groups, "seconds": seconds, "model": model, "speeds": measured}
             row["losses"] = losses
             first = rows[0]["losses"] if rows else losses
             off = max(abs(a / b - 1) for a, b in zip(losses, first, strict=True))
-            rows.append(row | {"ratio": model["step"] / own})
+            rows.append(row | {"ratio": model["step"] / seconds})
             relative = rows[-1]["ratio"] / rows[0]["ratio"]
-            rates = " | ".join(f"{found[name] / 1e9:,.1f}" for name in ("products", "copies"))
-            network = f"{found['network'] / 1e9:,.2f}" if world > 1 else ""
+            rates = " | ".join(f"{measured[name] / 1e9:,.1f}" for name in ("products", "copies"))
+            network = f"{measured['network'] / 1e9:,.2f}" if world > 1 else ""
             print(
-                f"| {world} | {groups} | {off:.1e} | {own:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | "
+                f"| {world} | {groups} | {off:.1e} | {seconds:.3f} | {model['step']:.3f} | {rows[-1]['ratio']:.2f} | "
                 f"{relative:.2f} | {rates} | {network} |",
                 flush=True,
             )

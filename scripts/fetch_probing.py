@@ -172,11 +172,11 @@ def code_files(cache: Path) -> Pairs:
     """Every source file of at least 1,000 characters."""
     sources = [(zip_files(package("networkx-3.6.1-py3-none-any.whl", cache)), {".py": "Python"})]
     for name in sorted({name for name, _ in CODE.values()}):
-        wanted = {suffix: label for label, (origin, suffix) in CODE.items() if origin == name}
-        sources.append((debian(name, cache), wanted))
-    for files, wanted in sources:
+        names = {suffix: label for label, (origin, suffix) in CODE.items() if origin == name}
+        sources.append((debian(name, cache), names))
+    for files, names in sources:
         for path, content in files:
-            label = wanted.get(Path(path).suffix)
+            label = names.get(Path(path).suffix)
             text = content.decode("utf-8", "replace")
             if label and len(text) >= 1000 and ".min." not in path:
                 yield text[-TAIL:].strip(), label
@@ -189,8 +189,8 @@ def languages(cache: Path) -> Pairs:
         match = re.fullmatch(r"\./usr/share/help/(\w+)/gnome-help/[\w-]+\.page", path)
         if match and match[1] in HELP:
             body = content.decode("utf-8").partition("</info>")[2]
-            found = map(plain, re.findall(r"<p>(.*?)</p>", body, re.DOTALL))
-            pages[HELP[match[1]]] += [text for text in found if len(text) >= 80]
+            paragraphs = map(plain, re.findall(r"<p>(.*?)</p>", body, re.DOTALL))
+            pages[HELP[match[1]]] += [text for text in paragraphs if len(text) >= 80]
     english = set(pages["English"])
     rows = [(t, label) for label, texts in pages.items() for t in texts if label == "English" or t not in english]
     yield from some(rows, PER_LANGUAGE)
@@ -245,8 +245,8 @@ def fetch(name: str, folder: Path, cache: Path) -> str:
         for text, label in rows:
             file.write(json.dumps({"text": text, "label": label}, ensure_ascii=False) + "\n")
     part.replace(path)
-    each = ", ".join(f"{label} {count:,}" for label, count in sorted(counts.items()))
-    return f"{path}: {len(rows):,} texts ({each}), {path.stat().st_size:,} bytes; {source.origin}"
+    classes = ", ".join(f"{label} {count:,}" for label, count in sorted(counts.items()))
+    return f"{path}: {len(rows):,} texts ({classes}), {path.stat().st_size:,} bytes; {source.origin}"
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ BATCH = 100
 
 
 class Finding(Exception):
-    """What must not happen."""
+    """Something that must not happen."""
 
 
 class Hang(BaseException):
@@ -71,7 +71,7 @@ def _alarm(*_: Any) -> None:
 
 @contextlib.contextmanager
 def alarm() -> Iterator[None]:
-    """End the block after ``SECONDS`` of work, or ``WAIT`` of whatever else."""
+    """End the body after ``SECONDS`` of work, or ``WAIT`` in all."""
     timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAIT)}
     for number, (timer, limit) in timers.items():
         signal.signal(number, _alarm)
@@ -83,19 +83,19 @@ def alarm() -> Iterator[None]:
             signal.setitimer(timer, 0)
 
 
-def watched(root: Path, own: Collection[str]) -> dict[str, tuple[Any, ...]]:
-    """Return what lies in a folder, but for ``own``: name -> kind, size, time of change, target."""
-    found: dict[str, tuple[Any, ...]] = {}
+def watched(root: Path, ignored: Collection[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the entries of a folder, except ``ignored``: name -> kind, size, time of change, target."""
+    seen: dict[str, tuple[Any, ...]] = {}
     base = os.fsencode(root)
     for folder, folders, files in os.walk(base):
         if folder == base:
-            folders[:] = [name for name in folders if os.fsdecode(name) not in own]
+            folders[:] = [name for name in folders if os.fsdecode(name) not in ignored]
         for name in (*folders, *files):
             path = os.path.join(folder, name)
             about = os.lstat(path)
             target = os.readlink(path) if os.path.islink(path) else b""
-            found[os.fsdecode(path)] = (about.st_mode, about.st_size, about.st_mtime_ns, target)
-    return found
+            seen[os.fsdecode(path)] = (about.st_mode, about.st_size, about.st_mtime_ns, target)
+    return seen
 
 
 class Fuzzer:
@@ -104,10 +104,10 @@ class Fuzzer:
     def __init__(self, name: str, target: Target, root: Path, findings: Path, started: Any) -> None:
         self.name, self.target, self.root, self.findings = name, target, root, findings
         self.started = started
-        """When the input under way was begun; shared with the process that watches."""
+        """When the current input was started; shared with the watching process."""
         self.counts: Counter[str] = Counter()
         self.found: dict[str, str] = {}
-        """What was found -> where it is saved."""
+        """Finding -> where it is saved."""
         self.wanted: str | None = None
         """The finding that is being made smaller."""
         (root / "prepared").mkdir(parents=True)
@@ -151,15 +151,15 @@ class Fuzzer:
             raise Finding(problem)
 
     def save(self, problem: str) -> None:
-        """Keep the input that led to a finding; the last that is saved is the smallest."""
-        place = self.findings / f"{self.name.replace(' ', '-')}-{len(self.found)}"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        subprocess.run(["cp", "-a", str(self.place), str(place / "watched")], check=False)
-        (place / "finding.txt").write_text(f"{problem}\n\n{getattr(self, 'last', '')}", "utf-8", "backslashreplace")
+        """Keep the input that led to a finding; the last one saved is the smallest."""
+        folder = self.findings / f"{self.name.replace(' ', '-')}-{len(self.found)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        subprocess.run(["cp", "-a", str(self.place), str(folder / "watched")], check=False)
+        (folder / "finding.txt").write_text(f"{problem}\n\n{getattr(self, 'last', '')}", "utf-8", "backslashreplace")
 
     def run(self, inputs: int, number: int, deadline: float) -> None:
-        """Attack with so many inputs, or until the deadline."""
+        """Attack with ``inputs`` inputs, or until the deadline."""
         batch = 0
         while self.counts["inputs"] < inputs and time.time() < deadline:
             amount = min(BATCH, inputs - self.counts["inputs"])
@@ -173,7 +173,7 @@ class Fuzzer:
             )(given(st.data())(self.attack))
             try:
                 seed(number * 1_000_003 + batch)(attack)()
-            except (Finding, Flaky):  # a finding that does not come again is one, too
+            except (Finding, Flaky):  # a finding that does not recur counts as well
                 where = self.findings / f"{self.name.replace(' ', '-')}-{len(self.found)}"
                 assert self.wanted is not None
                 self.found[self.wanted] = str(where)
@@ -182,7 +182,7 @@ class Fuzzer:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost place of mxd in a traceback."""
+    """Return the innermost function of mxd in a traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/mxd/" in f.filename or "fuzzing" in f.filename]
     return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "?"
 
@@ -209,7 +209,7 @@ def work(name: str, inputs: int, number: int, minutes: float, root: Path, findin
 
 
 def watch(name: str, inputs: int, number: int, minutes: float, findings: Path) -> dict[str, Any]:
-    """Run one loader's process, end it when it is stuck, and return its counts and findings."""
+    """Run one loader's process, end it if it is stuck, and return its counts and findings."""
     root = Path(tempfile.mkdtemp(prefix="mxd-fuzz-"))
     context = multiprocessing.get_context("fork")
     started = context.Value("d", 0.0, lock=False)
@@ -227,14 +227,14 @@ def watch(name: str, inputs: int, number: int, minutes: float, findings: Path) -
     if (root / "result.json").exists():
         result = json.loads((root / "result.json").read_text())
     if worker.exitcode:
-        place = findings / f"{name.replace(' ', '-')}-process"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
+        folder = findings / f"{name.replace(' ', '-')}-process"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         if (root / "watched").exists():
-            subprocess.run(["cp", "-a", str(root / "watched"), str(place)], check=False)
-        shutil.copyfile(root / "said.txt", place / "said.txt")
+            subprocess.run(["cp", "-a", str(root / "watched"), str(folder)], check=False)
+        shutil.copyfile(root / "said.txt", folder / "said.txt")
         how = f"stuck for more than {STUCK:.0f} s" if stuck else f"the process ended with {worker.exitcode}"
-        result["found"][how] = str(place)
+        result["found"][how] = str(folder)
     shutil.rmtree(root, ignore_errors=True)
     return result
 
@@ -242,37 +242,37 @@ def watch(name: str, inputs: int, number: int, minutes: float, findings: Path) -
 def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long, over all loaders")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit, over all loaders")
     parser.add_argument("--inputs", type=int, default=10_000, help="inputs, over all loaders")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=TARGETS, help="only this loader; several times for several")
     parser.add_argument("--json", type=Path, help="file for counts and findings")
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"), help="folder for reproducers")
-    asked = parser.parse_args()
-    names = asked.only or list(TARGETS)
+    args = parser.parse_args()
+    names = args.only or list(TARGETS)
     total = sum(TARGETS[name].share for name in names)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     begin = time.time()
     print(f"{'loader':24}{'inputs':>8}{'accepted':>10}{'refused':>9}{'findings':>10}{'seconds':>9}")
     sums: Counter[str] = Counter()
     for name in names:
         share = TARGETS[name].share / total
         start = time.time()
-        inputs = -(-asked.inputs * TARGETS[name].share // total)
-        found[name] = watch(name, inputs, asked.seed, asked.minutes * share, asked.findings.absolute())
-        counts = Counter(found[name]["counts"])
+        inputs = -(-args.inputs * TARGETS[name].share // total)
+        results[name] = watch(name, inputs, args.seed, args.minutes * share, args.findings.absolute())
+        counts = Counter(results[name]["counts"])
         sums += counts
         shown = (counts[key] for key in ("inputs", "accepted", "refused"))
         print(f"{name:24}{''.join(f'{n:>{w}}' for n, w in zip(shown, (8, 10, 9), strict=True))}", end="")
-        print(f"{len(found[name]['found']):>10}{time.time() - start:>9.1f}", flush=True)
-        for problem, place in found[name]["found"].items():
-            print(f"    {problem}\n        {place}", flush=True)
-    findings = sum(len(each["found"]) for each in found.values())
+        print(f"{len(results[name]['found']):>10}{time.time() - start:>9.1f}", flush=True)
+        for problem, folder in results[name]["found"].items():
+            print(f"    {problem}\n        {folder}", flush=True)
+    findings = sum(len(result["found"]) for result in results.values())
     print(f"{'all':24}{sums['inputs']:>8}{sums['accepted']:>10}{sums['refused']:>9}{findings:>10}", end="")
     print(f"{time.time() - begin:>9.1f}")
-    if asked.json:
-        about = {"seed": asked.seed, "seconds": time.time() - begin, "loaders": found}
-        asked.json.write_text(json.dumps(about, indent=2) + "\n")
+    if args.json:
+        about = {"seed": args.seed, "seconds": time.time() - begin, "loaders": results}
+        args.json.write_text(json.dumps(about, indent=2) + "\n")
     sys.exit(1 if findings else 0)
 
 

@@ -1,4 +1,4 @@
-"""How much of an MLP a linear map explains: the least a skip connection can do, and what a replacement has to beat.
+"""How much of an MLP a linear map explains, which a skip connection can learn and a replacement has to beat.
 
     python scripts/linear_fit.py tiny-gpt2 --blocks 0 2
 
@@ -20,9 +20,9 @@ from mxd.ops.losses import normalized_mse
 
 def activations(model: FrozenModel, block: int, split: str, tokens: int) -> tuple[Tensor, Tensor]:
     """Return MLP inputs and outputs of ``tokens`` tokens of a bundled split, special tokens left out."""
-    blocks = token_contexts(documents("bundled", split), model.tokenizer)
-    masked = special_ids(model.tokenizer)
-    x, y = next(activation_batches(model, [block], blocks, tokens, tokens, masked)).sites[block]
+    contexts = token_contexts(documents("bundled", split), model.tokenizer)
+    excluded = special_ids(model.tokenizer)
+    x, y = next(activation_batches(model, [block], contexts, tokens, tokens, excluded)).sites[block]
     return x.double(), y.double()
 
 

@@ -1,4 +1,4 @@
-"""How much of the bundled held-out text stands word for word in its training text: shares of 20-grams, by document.
+"""How much of the bundled held-out text occurs word for word in its training text: shares of 20-grams, by document.
 
     python scripts/measure_overlap.py
     python scripts/measure_overlap.py --length 8 --json overlap.json
@@ -20,7 +20,7 @@ from mxd.data.text import documents
 
 SOURCES = {"sotu": "State of the Union", "factbook": "Factbook"}
 Numbered = Callable[[str], np.ndarray]
-"""A text's words, or characters, as numbers: the same for the same."""
+"""A text's words or characters as numbers, equal ones with equal numbers."""
 
 
 def characters(text: str) -> np.ndarray:
@@ -29,7 +29,7 @@ def characters(text: str) -> np.ndarray:
 
 
 def words() -> Numbered:
-    """Return what numbers words, in the order in which it sees them first."""
+    """Return a function that numbers words in the order of their first occurrence."""
     known: dict[str, int] = {}
     return lambda text: np.array([known.setdefault(word, len(known)) for word in text.split()], np.uint32)
 
@@ -38,18 +38,20 @@ def grams(numbers: np.ndarray, n: int) -> np.ndarray:
     """Return a hash of each n-gram."""
     scattered = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     scattered ^= scattered >> np.uint64(29)
-    found = np.zeros(max(0, len(numbers) - n + 1), np.uint64)
+    hashes = np.zeros(max(0, len(numbers) - n + 1), np.uint64)
     for k in range(n):
-        found = found * np.uint64(0x100000001B3) + scattered[k : k + len(found)]
-    return found
+        hashes = hashes * np.uint64(0x100000001B3) + scattered[k : k + len(hashes)]
+    return hashes
 
 
 def overlap(train: Sequence[str], held_out: Sequence[str], numbered: Numbered, n: int = 20) -> list[float]:
-    """Return for each held-out document that has any the share of its n-grams that are in the training text."""
-    there = np.unique(np.concatenate([grams(numbered(text), n) for text in train]))
-    found = (grams(numbered(text), n) for text in held_out)
-    hits = (there[np.searchsorted(there, each).clip(max=len(there) - 1)] == each for each in found if len(each))
-    return [float(each.mean()) for each in hits]
+    """Return the share of n-grams that are in the training text, for each held-out document that has any."""
+    known = np.unique(np.concatenate([grams(numbered(text), n) for text in train]))
+    per_text = (grams(numbered(text), n) for text in held_out)
+    hits = (
+        known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] == hashes for hashes in per_text if len(hashes)
+    )
+    return [float(hashes.mean()) for hashes in hits]
 
 
 def main() -> None:
@@ -58,25 +60,25 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=20, help="words or characters in an n-gram")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    places = [(split, source) for split in ("validation", "test") for source in SOURCES]
-    held_out = {place: list(documents(f"bundled:{place[1]}", place[0])) for place in places}
-    every, train = [text for texts in held_out.values() for text in texts], list(documents("bundled", "train"))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    parts = [(split, source) for split in ("validation", "test") for source in SOURCES]
+    held_out = {part: list(documents(f"bundled:{part[1]}", part[0])) for part in parts}
+    train = list(documents("bundled", "train"))
+    table: dict[str, dict[str, dict[str, float]]] = {}
     for unit, numbered in {"words": words(), "characters": characters}.items():
-        long = [text for text in every if len(numbered(text)) >= args.length]
+        long = [text for texts in held_out.values() for text in texts if len(numbered(text)) >= args.length]
         share = dict(zip(long, overlap(train, long, numbered, args.length), strict=True))
         for (split, source), texts in held_out.items():
             shares = [share[text] for text in texts if text in share]
             numbers = {"documents": len(shares), "median": float(np.median(shares)), "largest": max(shares)}
-            found.setdefault(f"{split}, {SOURCES[source]}", {})[unit] = numbers
+            table.setdefault(f"{split}, {SOURCES[source]}", {})[unit] = numbers
     n = args.length
     print(f"| held out | documents | {n} words: median | largest | {n} characters: median | largest |")
     print("|---|---|---|---|---|---|")
-    for name, units in found.items():
+    for name, units in table.items():
         cells = [f"{units[unit][key]:.1%}" for unit in ("words", "characters") for key in ("median", "largest")]
         print(f"| {name} | {units['characters']['documents']} | {' | '.join(cells)} |")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(table, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Kill a run at random moments and resume it, until it is done; then break its files: is anything lost, or wrong?
+"""Kill a run at random moments and resume it until it is done; then damage its files: is anything lost or wrong?
 
     python scripts/soak.py [--minutes 10] [--kills 20] [--seed 0] [--json FILE]
 
 A small run of `mxd train` on a bundled model is started in a process of its own and killed with SIGKILL: at any moment
 (loading included), between steps, in the middle of a save, and while the finished layers are written. Each time it is
-continued with --resume. In the end its layers, its last state, its metrics (but times) and the ids of the tokens it was
-trained on are compared with those of a run that nobody killed. Then one fault at a time: files of the newest state
-truncated, flipped in one bit, emptied or deleted, a full disk, a limit on file sizes, SIGTERM.
+continued with --resume. In the end its layers, its last state, its metrics (except times) and the ids of the tokens it
+was trained on are compared with those of a run that was never killed. Then one fault at a time: files of the newest
+state truncated, flipped in one bit, emptied or deleted, a full disk, a limit on file sizes, SIGTERM.
 
-Exits with 1 if anything was lost, repeated or wrong, or a traceback was shown. When the time is up no more is begun;
-what was left out is said.
+Exits with 1 if anything was lost, repeated or wrong, or a traceback was shown. When the time is up nothing more is
+started; the output names what was left out.
 """
 
 import argparse
@@ -42,7 +42,7 @@ RUN = {
     "training": {"recipe": "short", "batch_tokens": 256, "buffer_tokens": 4096, "log_every": 5, "save_every": 3},
 }
 LONG, SHORT = 360, 36
-"""Steps of the run that is killed, and of those that other faults are tried on."""
+"""Steps of the run that is killed, and of those for the other faults."""
 
 
 # The process under test: `mxd train`, with the ids of every batch written down
@@ -51,7 +51,7 @@ LONG, SHORT = 360, 36
 def child(record: Path, words: list[str]) -> None:
     """Run ``mxd WORDS``; each batch's token ids become a line of ``record``, before it is trained on.
 
-    What was recorded after the state that a run continues from did not happen, and is cut off.
+    Lines recorded after the state from which a run continues did not happen, and are cut off.
     """
     from dataclasses import asdict
 
@@ -81,7 +81,7 @@ def child(record: Path, words: list[str]) -> None:
 
 
 def read_record(record: Path) -> list[dict]:
-    """Return the whole lines of a record; a kill may have cut the last."""
+    """Return the complete lines of a record; a kill may have cut the last."""
     lines = record.read_text().split("\n")[:-1] if record.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -90,12 +90,12 @@ def read_record(record: Path) -> list[dict]:
 
 
 class Soak:
-    """The runs of one soak, and what was found."""
+    """The runs of one soak, and their results."""
 
     def __init__(self, folder: Path, deadline: float, seed: int) -> None:
         self.folder, self.deadline, self.random = folder, deadline, random.Random(seed)
         self.patience = 600.0
-        """Seconds that a run may take to its end."""
+        """Seconds that a run may take."""
         self.failures: list[str] = []
         self.rows: list[dict] = []
 
@@ -108,7 +108,7 @@ class Soak:
         return file
 
     def start(self, config: Path, *words: str, limit: int | None = None) -> subprocess.Popen:
-        """Start `mxd train` on a config, or resume it where it was begun."""
+        """Start `mxd train` on a config, or resume it where there is a run already."""
         folder = Path(yaml.safe_load(config.read_text())["out"]) / config.stem
         resume = ["--resume"] if (folder / "config.yaml").exists() else []
         script = [sys.executable, __file__, "--child", config.with_suffix(".ids"), "train", config, *resume, *words]
@@ -132,9 +132,9 @@ class Soak:
             code = process.wait()
             self.check(False, f"{config.stem} did not end within {self.patience:.0f} s")
         self.patience = max(self.patience, 5 * (time.monotonic() - began))
-        said = log.read_text()[before:]
-        self.check(code == expected, f"{config.stem} ended with {code}, expected {expected}: {said[-500:]}")
-        return said
+        output = log.read_text()[before:]
+        self.check(code == expected, f"{config.stem} ended with {code}, expected {expected}: {output[-500:]}")
+        return output
 
     def check(self, good: bool, message: str) -> bool:
         """Note a failure."""
@@ -144,7 +144,7 @@ class Soak:
         return good
 
     def time_left(self, seconds: float) -> bool:
-        """Whether something that takes about so long may still be begun."""
+        """Return whether something that takes about ``seconds`` may still be started."""
         return time.monotonic() + seconds < self.deadline
 
     def row(self, what: str, count: int, outcome: str) -> None:
@@ -153,7 +153,7 @@ class Soak:
         print(f"{what}: {count}; {outcome}", flush=True)
 
     def same(self, config: Path, whole: Path, folder: Path | None = None) -> dict[str, int]:
-        """Compare a finished run with the one that nobody disturbed."""
+        """Compare a finished run with the undisturbed one."""
         folder, expected = folder or config.with_suffix(""), whole.with_suffix("")
         layers = sorted(path.parent.name for path in expected.glob("*/model.safetensors"))
         self.check(len(layers) == 3, f"{folder.name}: layers {layers}")
@@ -173,18 +173,18 @@ class Soak:
 
     def no_traceback(self) -> int:
         """Count tracebacks in everything that was printed."""
-        found = {log.stem: log.read_text().count("Traceback") for log in self.folder.glob("*.log")}
-        self.check(not any(found.values()), f"tracebacks: {found}")
-        return sum(found.values())
+        counts = {log.stem: log.read_text().count("Traceback") for log in self.folder.glob("*.log")}
+        self.check(not any(counts.values()), f"tracebacks: {counts}")
+        return sum(counts.values())
 
 
 def newest_parts(folder: Path) -> list[Path]:
-    """Return the tensors of the last state, by place in the run's folder."""
+    """Return the tensor files of the last state, relative to the run's folder."""
     return sorted(path.relative_to(folder) for path in max((folder / "state").glob("step-*")).glob("*.safetensors"))
 
 
 def timeless(folder: Path) -> list[dict]:
-    """Return the lines of metrics without what a clock says."""
+    """Return the lines of metrics without times and rates."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
 
@@ -195,7 +195,7 @@ def ids_by_step(record: Path) -> dict[int, list[int]]:
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120, every: float = 0.001) -> bool:
-    """Wait until something is so; False if the process or the patience ended before."""
+    """Wait until a condition holds; False if the process or the time ended before."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         if condition():
@@ -205,7 +205,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120, every: 
 
 
 def soak_kills(soak: Soak, whole: Path, kills: int, alone: float) -> dict:
-    """Kill a run again and again, and compare what it comes to; undisturbed it takes ``alone`` seconds."""
+    """Kill a run again and again, and compare its end; undisturbed it takes ``alone`` seconds."""
     config = soak.config("killed", LONG)
     folder, counts = config.with_suffix(""), Counter()
 
@@ -280,10 +280,10 @@ def soak_damage(soak: Soak, whole: Path) -> None:
             config = soak.config(f"{damage.replace(' ', '-')}-{name.partition('.')[0]}", SHORT)
             take_over(stopped, config)
             act(config.with_suffix("") / "state" / newest / name, soak.random.randrange(10**9))
-            said = soak.finish(config).replace("\n", " ")
-            named = f"{newest} is damaged and skipped: " in said
-            named = named and (name in said or name == "manifest.json")  # whose flipped hash is another file's
-            soak.check(named, f"{config.stem}: not said: {said}")
+            output = soak.finish(config).replace("\n", " ")
+            named = f"{newest} is damaged and skipped: " in output
+            named = named and (name in output or name == "manifest.json")  # whose flipped hash is another file's
+            soak.check(named, f"{config.stem}: not named: {output}")
             soak.same(config, whole)
             done[damage] += 1
     for damage in DAMAGE:
@@ -301,8 +301,8 @@ def stop_in_the_middle(soak: Soak) -> Path:
     process.terminate()
     code = process.wait(60)
     seconds = time.monotonic() - began
-    said = config.with_suffix(".log").read_text()
-    soak.check(code == 0 and "everything is saved" in said, f"SIGTERM: exit code {code}")
+    output = config.with_suffix(".log").read_text()
+    soak.check(code == 0 and "everything is saved" in output, f"SIGTERM: exit code {code}")
     soak.row("SIGTERM", 1, f"exit code {code} after {seconds:.1f} s, everything saved")
     return config
 
@@ -312,15 +312,15 @@ def take_over(stopped: Path, config: Path) -> None:
     folder = config.with_suffix("")
     shutil.copytree(stopped.with_suffix(""), folder)
     shutil.copy(stopped.with_suffix(".ids"), config.with_suffix(".ids"))
-    own = folder / "config.yaml"
-    own.write_text(own.read_text().replace(f"run: {stopped.stem}\n", f"run: {config.stem}\n"))
+    copied = folder / "config.yaml"
+    copied.write_text(copied.read_text().replace(f"run: {stopped.stem}\n", f"run: {config.stem}\n"))
 
 
 def soak_disk(soak: Soak, whole: Path) -> None:
     """Fill the disk, in two ways, then make room and continue."""
     config = soak.config("limited", SHORT)
-    said = soak.finish(config, expected=1, limit=300_000)
-    soak.check("mxd: cannot write " in said and "nothing was lost" in said, f"limited: {said[-300:]}")
+    output = soak.finish(config, expected=1, limit=300_000)
+    soak.check("mxd: cannot write " in output and "nothing was lost" in output, f"limited: {output[-300:]}")
     soak.finish(config)
     soak.same(config, whole)
     soak.row("limit on file sizes (RLIMIT_FSIZE)", 1, "one clear message; the run ends the same")
@@ -335,9 +335,9 @@ def soak_disk(soak: Soak, whole: Path) -> None:
             while process.poll() is None:  # the run itself makes room when it removes an old state
                 with suppress(OSError):
                     filler.write(bytes(10_000))
-        said = config.with_suffix(".log").read_text()
-        good = process.returncode == 1 and "No space left on device" in said
-        soak.check(good, f"full: ended with {process.returncode}: {said[-300:]}")
+        output = config.with_suffix(".log").read_text()
+        good = process.returncode == 1 and "No space left on device" in output
+        soak.check(good, f"full: ended with {process.returncode}: {output[-300:]}")
         kept = len(list(states.glob("step-*")))
         (disk / "filler").unlink()
         soak.finish(config)
@@ -366,15 +366,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mxd-soak-") as folder:
-        soak = Soak(Path(folder), began + 60 * given.minutes, given.seed)
+        soak = Soak(Path(folder), began + 60 * args.minutes, args.seed)
         whole = {steps: soak.config(f"whole{steps}", steps) for steps in (LONG, SHORT)}
         soak.finish(whole[SHORT])
         start = time.monotonic()
         soak.finish(whole[LONG])
-        found = soak_kills(soak, whole[LONG], given.kills, time.monotonic() - start)
+        kills = soak_kills(soak, whole[LONG], args.kills, time.monotonic() - start)
         soak_damage(soak, whole[SHORT])
         if soak.time_left(60):
             soak_disk(soak, whole[SHORT])
@@ -386,9 +386,9 @@ def main() -> None:
     table = [f"| {row['what']} | {row['count']:,} | {row['outcome']} |" for row in soak.rows]
     print("\n".join(["", "| | count | |", "|---|---|---|", *table]))
     print(f"\n{seconds} s, {len(soak.failures)} failures")
-    if given.json:
-        report = {"seconds": seconds, "kills": found, "rows": soak.rows, "failures": soak.failures}
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.json:
+        report = {"seconds": seconds, "kills": kills, "rows": soak.rows, "failures": soak.failures}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(1 if soak.failures else 0)
 
 

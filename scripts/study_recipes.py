@@ -1,4 +1,4 @@
-"""Which beginning and which recipe make an MxD that is faithful and a decomposition? The study of docs/recipes.md.
+"""Which initialisation and recipe make an MxD that is faithful and a decomposition? The study of docs/recipes.md.
 
     python scripts/study_recipes.py [--settings NAME ...] [--seeds 3] [--split validation] [--json FILE]
 
@@ -40,18 +40,18 @@ Means = tuple[Tensor, Tensor]
 
 
 class Penalised(MxD):
-    """An MxD with a penalty on what does not depend on the token's gates."""
+    """An MxD with a penalty on the part of the output that does not depend on the token's gates."""
 
     config: "PenalisedConfig"
     rows: Tensor
 
     def encode(self, x: Tensor) -> Code:
-        """As an MxD does; what it read is kept for the penalty."""
+        """Encode as an MxD does, and keep the input for the penalty."""
         self.rows = x
         return super().encode(x)
 
     def penalty(self, code: Code) -> Tensor:
-        """Return the weighted share of the output's energy that the mean gate has by itself."""
+        """Return the weighted share of the output's energy that the mean gate alone gives."""
         dense, gates = self.hidden(self.rows), code_product(code, self.expert_scale)
         whole = (gates * dense).square().sum().clamp_min(1e-30)
         return self.config.penalty * (gates.mean(0) * dense).square().sum() / whole
@@ -104,7 +104,7 @@ def encoder_decoder_copied(layer: MxD, mlp: MLPWeights, means: Means) -> None:
 
 
 def whole_base(layer: MxD, mlp: MLPWeights, means: Means) -> None:
-    """The base MLP itself: the output bias copied, too, and expert 0 always on."""
+    """The base MLP itself: the output bias is copied as well, and expert 0 is always on."""
     paper(layer, mlp, means)
     layer.copy_base(mlp)
 
@@ -115,7 +115,7 @@ class Setting:
 
     fields: str
     """Fields of `training`, separated by blanks."""
-    begin: Callable[[MxD, MLPWeights, Means], None]
+    initialise: Callable[[MxD, MLPWeights, Means], None]
     penalty: float | None = None
     """Weight of the penalty on the mean gate."""
 
@@ -140,7 +140,7 @@ SETTINGS = {
 def configure(setting: Setting, changes: list[str]) -> RunConfig:
     """Return the run of one setting."""
     replacement = "replacements=[{method: mxd, sparsity: {kind: topk, k: 32}}]"
-    fields = [f"training.{one}" for one in setting.fields.split()]
+    fields = [f"training.{field}" for field in setting.fields.split()]
     return load_config(CONFIG, pairs([replacement, *fields, *changes]))
 
 
@@ -158,7 +158,7 @@ def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel,
             for trainee in trainees:
                 if step == 0:
                     assert isinstance(trainee.layer, MxD)
-                    setting.begin(trainee.layer, base.mlp_weights(number), batch.means[number])
+                    setting.initialise(trainee.layer, base.mlp_weights(number), batch.means[number])
                 train_step(
                     trainee, *batch.sites[number], learning_rate(step, training), (step + 1) * training.batch_tokens
                 )
@@ -173,18 +173,18 @@ def measure(trainee: Trainee, x: Tensor, y: Tensor) -> dict[str, float]:
     account = Account(layer)
     for part in x.split(4096):
         account.see_means(part)
-    found = Reconstruction(layer, account)
+    reconstruction = Reconstruction(layer, account)
     for x_part, y_part in zip(x.split(4096), y.split(4096), strict=True):
-        found.see(x_part, y_part)
-    report = found.report()
+        reconstruction.see(x_part, y_part)
+    report = reconstruction.report()
     return {key: report[key] for key in METRICS}
 
 
-def row(name: str, tokens: int, found: list[dict[str, float]]) -> str:
+def row(name: str, tokens: int, seeds: list[dict[str, float]]) -> str:
     """Return one line of the table: means over the seeds, and the range of the error."""
-    mean: dict[str, Any] = {key: statistics.mean(one[key] for one in found) for key in METRICS}
-    error, errors = mean["normalized_mse"], [one["normalized_mse"] for one in found]
-    ratio = statistics.mean(one["nmse_fixed_directions"] / max(one["normalized_mse"], 1e-30) for one in found)
+    mean: dict[str, Any] = {key: statistics.mean(seed[key] for seed in seeds) for key in METRICS}
+    error, errors = mean["normalized_mse"], [seed["normalized_mse"] for seed in seeds]
+    ratio = statistics.mean(seed["nmse_fixed_directions"] / max(seed["normalized_mse"], 1e-30) for seed in seeds)
     shares = " | ".join(f"{mean[share]:.3f}" for share in SHARES)
     return (
         f"| {name} | {tokens:,} | {error:.5f} ({min(errors):.5f} to {max(errors):.5f}) | {ratio:.2f} | "

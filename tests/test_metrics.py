@@ -47,8 +47,8 @@ def test_a_unit_is_said_once():
 
 
 def test_a_number_is_a_results_own_or_the_mean_over_its_layers():
-    layers = {"1": {"normalized_mse": 0.25}, "2": {"normalized_mse": 0.75}, "3": {}}
-    assert NMSE.shown({"blocks": layers}) == "0.5000"
+    blocks = {"1": {"normalized_mse": 0.25}, "2": {"normalized_mse": 0.75}, "3": {}}
+    assert NMSE.shown({"blocks": blocks}) == "0.5000"
     assert AROUND_SPECIAL.shown({"blocks": {}, "around_special": {"ce_increase": 0.5}}) == "+0.5000"
     assert CE_INCREASE.shown({"blocks": {}}) == "-"
     assert CE_INCREASE.shown({"blocks": {}, "ce_increase": None}) == "n/a"

@@ -1,7 +1,8 @@
-"""What does masking units do to the loss? Units are chosen on one half of some texts, and losses measured on the other.
+"""What does masking units do to the loss? Units are chosen on one half of the texts; losses are measured on the other.
 
-Units are chosen (``Chooser``) by their activations in the unchanged model; as many other active units, drawn at random,
-are the control. Questions differ in how they choose: by domain (``masking.py``), by score (``purging.py``).
+Units are chosen (``Chooser``) by their activations in the unchanged model. The control masks equally many
+other active units, drawn at random. Questions differ in how they choose: by domain (``masking.py``), or by score
+(``purging.py``).
 """
 
 import random
@@ -34,20 +35,20 @@ from mxd.splice import Splice
 
 Mask = Mapping[int, Sequence[int]]
 """Block number -> units that are switched off."""
-Place = tuple[str, int]
-"""The name of a set and a block number: one layer."""
+LayerKey = tuple[str, int]
+"""The name of a set and a block number, which together name one layer."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts in groups, as token ids; one half chooses units, the other is measured."""
+    """Texts in groups, as token ids; units are chosen on one half and losses measured on the other."""
 
     rows: list[list[int]]
     groups: list[int]
     choosing: list[int]
-    """Numbers of the texts that choose."""
+    """Numbers of the texts on which units are chosen."""
     measuring: list[int]
-    """Numbers of the texts that are measured."""
+    """Numbers of the texts on which losses are measured."""
 
     @property
     def measured(self) -> list[int]:
@@ -56,7 +57,7 @@ class Texts:
 
 
 class Chosen(NamedTuple):
-    """Of one layer the units that a chooser masks, and those that are active on the texts it saw."""
+    """The units of one layer that a chooser masks, and those that are active on the texts it saw."""
 
     masks: list[Bool[Tensor, " units"]]
     active: Bool[Tensor, " units"]
@@ -64,21 +65,28 @@ class Chosen(NamedTuple):
 
 @runtime_checkable
 class Chooser(Protocol):
-    """Looks at the activations of the texts that choose, then names units to mask."""
+    """Looks at the activations on the first half of the texts, then names the units to mask."""
 
     num_masks: int
-    """How many it makes of each set."""
+    """How many masks it makes for each set."""
 
-    def see(self, place: Place, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
-        """Look at a layer's activations on a batch of texts, and where in it these tokens stand."""
+    def see(self, key: LayerKey, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
+        """Look at a layer's activations on a batch of texts.
 
-    def chosen(self, place: Place) -> Chosen:
+        Args:
+            key: the layer.
+            code: its code at the tokens that count.
+            at: where these tokens are in the flattened batch.
+            batch: the texts.
+        """
+
+    def chosen(self, key: LayerKey) -> Chosen:
         """Return the units of a layer that each mask switches off."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What masks do to the losses of a set of replacements, by group of texts."""
+    """What masks do to the losses of one set of replacements, by group of texts."""
 
     masks: Sequence[Mask]
     base: list[Mean]
@@ -86,9 +94,9 @@ class Ablation:
     spliced: list[Mean]
     """The losses of the splice with no unit masked."""
     changes: list[list[Mean]]
-    """What each mask adds to these."""
+    """What each mask adds to the losses of the splice, by group."""
     control: list[list[Mean]]
-    """The same for as many units drawn at random."""
+    """The same for equally many units drawn at random."""
 
     def report(self) -> dict[str, list[float]]:
         """Return the losses with no unit masked."""
@@ -103,9 +111,9 @@ class Ablation:
         return [sum(map(len, mask.values())) for mask in self.masks]
 
 
-def places(sets: TrainedSets) -> dict[Place, Trained]:
-    """Return all layers."""
-    return {(name, number): one for name, members in sets.items() for number, one in members.items()}
+def keyed_layers(sets: TrainedSets) -> dict[LayerKey, Trained]:
+    """Return the layers of all sets in one mapping."""
+    return {(name, number): trained for name, members in sets.items() for number, trained in members.items()}
 
 
 @torch.no_grad()
@@ -118,28 +126,31 @@ def ablate(
     seed: int,
     batch: int,
 ) -> dict[str, Ablation]:
-    """Have units chosen on one half of the texts, and measure on the other what masking them does.
+    """Choose units on one half of the texts, and measure on the other what masking them does.
 
     Args:
         model: the frozen base model.
         sets: name -> what is spliced in together.
         texts: the texts.
         chooser: chooses the units.
-        title: of the progress.
+        title: shown beside the progress.
         seed: draws the control's units.
         batch: texts in one forward.
+
+    Returns:
+        Name of a set -> what its masks do.
 
     Raises:
         MxdError: layers that do not fit the model.
     """
-    layers = places(sets)
+    layers = keyed_layers(sets)
     total = len(texts.choosing) + len(texts.measuring) * (1 + len(sets) * (1 + 2 * chooser.num_masks))
     with evaluating(model, layers), progress(title, total, "texts") as advance:
-        for some in padded_batches(texts.rows, texts.choosing, batch):
-            for place, code, at in codes(model, layers, some.ids, some.real):
-                chooser.see(place, code, at, some)
-            advance(len(some.numbers))
-        chosen = {place: chooser.chosen(place) for place in layers}
+        for padded in padded_batches(texts.rows, texts.choosing, batch):
+            for key, code, at in codes(model, layers, padded.ids, padded.real):
+                chooser.see(key, code, at, padded)
+            advance(len(padded.numbers))
+        chosen = {key: chooser.chosen(key) for key in layers}
         masks = {
             name: [{n: where(chosen[name, n].masks[i]) for n in members} for i in range(chooser.num_masks)]
             for name, members in sets.items()
@@ -160,9 +171,19 @@ def measure(
     size: int,
     advance: Advance,
 ) -> dict[str, Ablation]:
-    """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them."""
+    """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them.
+
+    Args:
+        model: the frozen base model.
+        sets: name -> what is spliced in together.
+        masks: name -> the masks to measure.
+        control: name -> masks of the same sizes, of random units.
+        texts: the texts; ``texts.measuring`` are read.
+        size: texts in one forward.
+        advance: told of the texts that have passed through the model.
+    """
     groups = len(set(texts.groups))
-    found = {
+    ablations = {
         name: Ablation(
             masks[name],
             _means(groups),
@@ -178,22 +199,22 @@ def measure(
     for batch in padded_batches(texts.rows, texts.measuring, size):
         ids = torch.from_numpy(batch.ids).to(model.device)
         counted = torch.from_numpy(batch.real & counted_positions(batch.ids, special))[:, 1:]
-        at = [texts.groups[number] for number in batch.numbers]
+        groups_of = [texts.groups[number] for number in batch.numbers]
         with model.block_outputs(sorted({min(members) for members in sets.values()})) as below:
             base = _loss(model.logits(ids)[:, :-1], ids)
-        advance(len(at))
-        for name, one in found.items():
-            whole = _loss(next_token_logits(splices[name], ids, below), ids)
-            _see(one.base, base, counted, at)
-            _see(one.spliced, whole, counted, at)
-            advance(len(at))
-            for splice, means in zip(masked[name], (*one.changes, *one.control), strict=True):
-                change = torch.zeros_like(whole)
+        advance(len(groups_of))
+        for name, ablation in ablations.items():
+            unmasked = _loss(next_token_logits(splices[name], ids, below), ids)
+            _see(ablation.base, base, counted, groups_of)
+            _see(ablation.spliced, unmasked, counted, groups_of)
+            advance(len(groups_of))
+            for splice, means in zip(masked[name], (*ablation.changes, *ablation.control), strict=True):
+                change = torch.zeros_like(unmasked)  # an empty mask changes nothing: its forward is saved
                 if splice is not None:
-                    change = _loss(next_token_logits(splice, ids, below), ids) - whole
-                _see(means, change, counted, at)
-                advance(len(at))
-    return found
+                    change = _loss(next_token_logits(splice, ids, below), ids) - unmasked
+                _see(means, change, counted, groups_of)
+                advance(len(groups_of))
+    return ablations
 
 
 def _masked(splice: Splice, mask: Mask) -> Splice | None:
@@ -207,13 +228,25 @@ def _loss(
     return cross_entropy(logits.log_softmax(-1), ids[:, 1:]).cpu()
 
 
-def _see(means: Sequence[Mean], values: Tensor, counted: Tensor, groups: Sequence[int]) -> None:
+def _see(
+    means: Sequence[Mean],
+    losses: Float[Tensor, "batch targets"],
+    counted: Bool[Tensor, "batch targets"],
+    groups: Sequence[int],
+) -> None:
+    """Count each text's losses in the mean of its group."""
     for row, group in enumerate(groups):
-        means[group].see(values[row : row + 1], counted[row : row + 1])
+        means[group].see(losses[row : row + 1], counted[row : row + 1])
 
 
 def control_masks(masks: Sequence[Mask], active: Mapping[int, Bool[Tensor, " units"]], seed: int) -> Iterator[Mask]:
-    """Yield for each mask one of the same size, of active units outside it, as far as there are any."""
+    """Yield for each mask one of the same size, of active units outside it; of fewer where there are not enough.
+
+    Args:
+        masks: the masks to be compared with.
+        active: block number -> the units that are active on the texts.
+        seed: draws the units.
+    """
     rng = np.random.default_rng(seed)
     for mask in masks:
         drawn: dict[int, list[int]] = {}
@@ -233,7 +266,17 @@ def halves(
     bos: bool = True,
     seed: int = 0,
 ) -> Texts:
-    """Draw up to ``limit`` texts of each group; the first half of them chooses units, the other is measured.
+    """Draw up to ``limit`` texts of each group; units are chosen on the first half, losses measured on the second.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        texts: the texts of all groups; empty ones are never drawn.
+        groups: the number of each text's group.
+        names: what each group is called in messages.
+        limit: texts of each group, at most.
+        context: tokens of a text that are kept, BOS included.
+        bos: begin each text with BOS where the tokenizer has one.
+        seed: draws the texts.
 
     Raises:
         MxdError: no tokenizer, a group with fewer than two texts, or numbers that make no sense.
@@ -242,14 +285,14 @@ def halves(
     head = head_ids(tokenizer, bos)
     choosing, measuring = [], []
     for group, name in enumerate(names):
-        numbers = [n for n, of in enumerate(groups) if of == group and texts[n].strip()]
+        numbers = [n for n, text_group in enumerate(groups) if text_group == group and texts[n].strip()]
         random.Random(seed).shuffle(numbers)
         numbers = numbers[:limit]
         at_least(f"the number of texts of {name!r}", len(numbers), 2)
         choosing += numbers[: len(numbers) // 2]
         measuring += numbers[len(numbers) // 2 :]
-    wanted = [text if n in {*choosing, *measuring} else "" for n, text in enumerate(texts)]
-    rows = tokenizer(wanted, add_special_tokens=False, truncation=True, max_length=context - len(head), verbose=False)
+    needed = [text if n in {*choosing, *measuring} else "" for n, text in enumerate(texts)]
+    rows = tokenizer(needed, add_special_tokens=False, truncation=True, max_length=context - len(head), verbose=False)
     return Texts([head + ids for ids in rows["input_ids"]], list(groups), choosing, measuring)
 
 
@@ -269,8 +312,13 @@ def table(name: str, means: Sequence[Sequence[Mean]]) -> dict[str, Any]:
 def at_least(what: str, got: float | int, least: int) -> None:
     """Refuse a number that is too small.
 
+    Args:
+        what: what it counts, for the message.
+        got: the number.
+        least: the smallest that is allowed.
+
     Raises:
-        MxdError: so.
+        MxdError: the number is smaller than ``least``.
     """
     if not got >= least:
         raise MxdError(f"{what} is {got:g}; expected at least {least:g}.")

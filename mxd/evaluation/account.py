@@ -10,7 +10,7 @@ An MxD contains two things that are not mixtures of decoders, and a small error 
                      + sum_n (a_n - abar_n)(v_n - vbar_n)       interaction: what only a mixture of decoders has
 
 where ``rest`` is what is added whatever the code: a skip, or nothing. A share is the energy of a part about its mean,
-over that of ``y^``. The parts covary, so shares need not add up to 1. For an MxD all follows from ``a C`` and ``z D``.
+over that of ``y^``. The parts covary, so shares need not add up to 1. For an MxD they follow from ``a C`` and ``z D``.
 """
 
 import torch
@@ -27,7 +27,10 @@ STABLE_RANKED = 32
 
 
 class Energy:
-    """The energy of vectors about their mean: the sum over tokens of ``||v - mean v||^2``."""
+    """The energy of vectors about their mean: the sum over n tokens of ``||v - mean v||^2``.
+
+    It is taken as ``sum ||v||^2 - ||sum v||^2 / n``, in one pass and in double precision.
+    """
 
     def __init__(self) -> None:
         self.sum: Tensor | float = 0.0
@@ -35,7 +38,7 @@ class Energy:
         self.tokens = 0
 
     def see(self, vectors: Float[Tensor, "tokens d"]) -> None:
-        """Count one vector a token."""
+        """Count one vector per token."""
         vectors = vectors.double()
         self.sum = self.sum + vectors.sum(0)
         self.squares += float(vectors.square().sum())
@@ -62,7 +65,7 @@ class Account:
         self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "active", "effective"), 0.0)
 
     def see_means(self, x: Float[Tensor, "tokens d_in"]) -> None:
-        """Count a batch of the layer's inputs, but those where its stored constant answers."""
+        """Count a batch of the layer's inputs, leaving out those it answers with its stored constant."""
         x = x[~self.layer.at_bos(x)]
         self.moments.count(self.layer.encode(x))
         self.hidden = self.hidden + self.layer.hidden(x).double().sum(0)
@@ -74,7 +77,14 @@ class Account:
         code: Code,
         prediction: Float[Tensor, "tokens d_out"],
     ) -> None:
-        """Count a batch of inputs and targets, as ``see_means`` does, given the code and the prediction for them."""
+        """Count a batch in the second pass; the same tokens count as in ``see_means``.
+
+        Args:
+            x: the layer's inputs.
+            y: the MLP's outputs.
+            code: the layer's code for ``x``.
+            prediction: the layer's outputs for ``x``.
+        """
         layer, bias = self.layer, self.layer.bias
         kept = ~layer.at_bos(x)
         x, y, prediction = x[kept], y[kept], prediction[kept]
@@ -83,8 +93,10 @@ class Account:
         mean_hidden = torch.as_tensor(self.hidden) / max(self.moments.tokens, 1)
         mean_gate = layer.decode(x, mean_code)
         fixed = layer.decode(x, code, mean_hidden)
-        constant = layer.decode(x, mean_code, mean_hidden)  # but for the skip the same for every token
+        constant = layer.decode(x, mean_code, mean_hidden)  # the same for every token, the skip aside
         skip = layer.decode(x, nothing(code))
+        # With a = abar + da and v = vbar + dv: fixed is a vbar, mean_gate abar v and constant abar vbar, each plus bias
+        # and skip. These cancel below, where da vbar, abar dv and da dv are taken as differences of decoded outputs.
         self.parts["output"].see(prediction)
         self.parts["gate"].see(fixed - constant)
         self.parts["dense"].see(mean_gate - constant)
@@ -99,7 +111,7 @@ class Account:
         self.sums["effective"] += float(effective_units(code.activations).sum())
 
     def report(self) -> dict[str, float]:
-        """Return the metrics; docs/evaluation.md says what each can show and cannot."""
+        """Return the metrics; docs/evaluation.md says what each can and cannot show."""
         tokens, output = max(self.moments.tokens, 1), max(self.sums["output"], 1e-30)
         energy = max(self.parts["output"].value, 1e-30)
         return {
@@ -121,7 +133,7 @@ class Account:
 
 
 def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens"]:
-    """Return ``exp(entropy(a / sum a))``: the number of equally strong units that would be as spread; 0 for none."""
+    """Return ``exp(entropy(a / sum a))``: how many equally active units would be as spread out; 0 where none is."""
     total = values.sum(-1, keepdim=True)
     p = values / total.clamp_min(1e-30)
     entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
@@ -129,7 +141,7 @@ def effective_units(values: Float[Tensor, "tokens k"]) -> Float[Tensor, " tokens
 
 
 def only(code: Code, unit: int) -> Code:
-    """Return the code with all units but one switched off."""
+    """Return the code with all units except one switched off."""
     return code.with_activations(code.activations * (code.indices == unit))
 
 

@@ -29,10 +29,10 @@ class Subject:
     text: DataConfig
 
     def sets(self, together: bool = False) -> dict[str, dict[int, Trained]]:
-        """Return what is spliced in: each layer alone under its name, or all of them at once.
+        """Return what is spliced in: each layer alone under its name, or all of them together.
 
         Raises:
-            MxdError: two of those to be spliced at once replace the same MLP.
+            MxdError: two of the layers to splice in together replace the same MLP.
         """
         if together:
             return {"together": _distinct_layers(self.trained)}
@@ -53,7 +53,7 @@ class Subject:
         return documents(text.source, text.split, text.column, text.streaming, part=text.part)
 
     def document(self, results: Mapping[str, Any], **asked: Any) -> dict[str, Any]:
-        """Return results together with all they depend on; ``asked`` are the arguments of the evaluation."""
+        """Return results together with everything they depend on; ``asked`` are the arguments of the evaluation."""
         return {
             "model": next(iter(self.trained.values())).provenance.model,
             "revision": self.base.revision,
@@ -75,15 +75,14 @@ def open_checkpoints(
     Args:
         paths: layer folders, run folders (all layers in them), or Hub references to either.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
-        model: base model to use in place of the one the checkpoints name: a local copy of it, say, or one that is
-            loaded already.
+        model: base model to use in place of the one the checkpoints name: a local copy of it, say, or a loaded one.
         device: where to run; a loaded model stays where it is.
 
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
     loaded: dict[str, Trained] = {}
-    for path in (path for given in paths for path in find_layers(given)):
+    for path in (path for reference in paths for path in find_layers(reference)):
         if name_of(path) in loaded:
             raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
         loaded[name_of(path)] = load_layer(path)
@@ -97,7 +96,16 @@ def open_checkpoints(
 
 
 def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
-    """Return the contexts of an evaluation text once, in a drawn order, so that a part is like the whole."""
+    """Return the contexts of an evaluation text once, in a drawn order, so that any part is like the whole.
+
+    Args:
+        base: the frozen base model, with its tokenizer.
+        text: which text, and how long its contexts are.
+        seed: draws the order.
+
+    Raises:
+        MxdError: the model has no tokenizer, or the text cannot be read.
+    """
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
     texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
@@ -105,7 +113,7 @@ def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any
 
 
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
-    """Write results as JSON; a file that was there stays whole until the new one is.
+    """Write results as JSON; a file of that name is replaced only once the new one is complete.
 
     Raises:
         MxdError: the file cannot be written.

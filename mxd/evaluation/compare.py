@@ -1,6 +1,6 @@
 """The frontier: train everything a config names in one pass, then answer every question it asks.
 
-What is there already is kept, so an interrupted comparison goes on with the piece it was at.
+Finished parts are kept, so an interrupted comparison continues with the part that was under way.
 """
 
 from importlib import import_module
@@ -18,15 +18,15 @@ from mxd.training.trainer import train
 
 
 def compare(config: RunConfig) -> Path:
-    """Train a run, or what is left of it, and write one JSON file for each of its questions that has none yet.
+    """Train a run, or the rest of it, and write a JSON file for each of its questions that has none yet.
 
-    A file is written anew where it was made with other settings.
+    A file that was made with other settings is written anew.
 
     Returns:
         The run's folder.
 
     Raises:
-        MxdError: as ``train`` and the evaluations; what was answered before stays.
+        MxdError: as ``train`` and the evaluations; earlier answers stay.
     """
     check_memory(config, plan_run(config))  # as ``train`` does, but before anything is loaded
     base = load_base(config)
@@ -38,8 +38,8 @@ def compare(config: RunConfig) -> Path:
     subject = open_checkpoints([folder], {} if asked.split is None else {"split": asked.split}, base)
     for question in open_questions:
         console.print(f"{question}:")
-        found = import_module(f"mxd.evaluation.{question}").answer(subject, getattr(asked, question))
-        save_results(found | {"compare": _settings(question, asked)}, _file(folder, question))
+        results = import_module(f"mxd.evaluation.{question}").answer(subject, getattr(asked, question))
+        save_results(results | {"compare": _settings(question, asked)}, _file(folder, question))
     return folder
 
 

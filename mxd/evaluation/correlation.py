@@ -1,4 +1,4 @@
-"""Which units go with a score of the text, more than by chance? After Monet (ICLR 2025), section 5.3."""
+"""Which units correlate with a score of the text beyond chance? After Monet (ICLR 2025), section 5.3."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,39 +11,39 @@ from torch import Tensor
 from mxd.layers import Code
 
 PERMUTATIONS = 999
-"""Times the scores are dealt anew to the texts."""
+"""Times the scores are permuted over the texts."""
 NUMBERS = 2**21
-"""Correlations under permutation that are held at a time."""
+"""Correlations under permutation held in memory at a time."""
 
 Entries = tuple[Int[Tensor, " _"], Int[Tensor, " _"], Float[Tensor, " _"]]
-"""Unit, text and value, of what is not zero."""
+"""Unit, text and value of each entry that is not zero."""
 
 
 class Correlations(NamedTuple):
-    """How units go with a score: what ``Correlation`` finds."""
+    """How units correlate with a score: what ``Correlation`` finds."""
 
     over_tokens: Float[Tensor, " units"]
     """Pearson's correlation of the activation with the score over tokens; 0 for a unit that never changes."""
     over_texts: Float[Tensor, " units"]
-    """The same over texts, of the mean activation with the mean score."""
+    """The same over texts, between the mean activation and the mean score."""
     beyond_chance: Bool[Tensor, " units"]
-    """Whether the correlation over tokens is more than chance makes of any unit's."""
+    """Whether the correlation over tokens exceeds what chance gives any unit."""
 
 
 class Correlation:
-    """How each unit's activations go with a score, and whether they do so more than by chance.
+    """How each unit's activations correlate with a score, and whether they do so beyond chance.
 
-    Tokens of one text are not independent: a unit that is active in two texts has two chances to go with their scores,
-    not hundreds. So chance is what remains when the scores are dealt to the texts anew. That presumes nothing of how
-    activations (nearly all zero) and scores (often skewed) are distributed, as Fisher's z would, under which a unit
-    active in one text alone, the one with the highest score, passes any bar. Each correlation is taken in units of its
-    own spread over the permutations, since that differs much from unit to unit, and must exceed the largest that any
-    unit reaches in any of 999 of them: if the scores say nothing, the probability that any unit does is 1 in 1,000.
-    Where tokens have scores of their own, the texts' means are dealt anew, and what goes with the differences from them
-    is given a random sign, text by text.
+    Tokens of one text are not independent: a unit active in two texts has two chances to match their scores, not
+    hundreds. So chance is what remains when the scores are permuted over the texts. Unlike Fisher's z, this assumes
+    nothing about the distribution of activations (nearly all zero) and scores (often skewed): under Fisher's z a unit
+    active in one text alone, the one with the highest score, passes any bar. Each correlation is divided by its own
+    spread over the permutations, which differs much from unit to unit, and must then exceed the largest that any unit
+    reaches in any of 999 permutations: if the scores say nothing, the probability that any unit passes is 1 in 1,000.
+    Where tokens have their own scores, the texts' means are permuted, and the part that correlates with the differences
+    from these means is given a random sign, text by text.
 
     Memory grows with the texts and the units active in each, not with tokens or permutations: of each text the sums of
-    the activations are kept, all that is needed to permute its score.
+    the activations are kept, which suffices to permute its score.
     """
 
     def __init__(self, units: int) -> None:
@@ -64,15 +64,15 @@ class Correlation:
         """Count a batch of texts.
 
         Args:
-            code: of the tokens that count.
-            row: which text of the batch each of them is in.
-            scores: of each of them.
-            texts: texts in the batch.
+            code: the code of the tokens that count.
+            row: the text of the batch that each of them is in.
+            scores: the score of each of them.
+            texts: number of texts in the batch.
         """
         units, tokens = len(self.squares), torch.bincount(row, minlength=texts).double()
         means = torch.bincount(row, scores, texts) / tokens.clamp_min(1)
         apart = scores - means[row]
-        apart[apart.abs() <= 1e-12 * means.abs().max()] = 0  # what rounding leaves of equal scores
+        apart[apart.abs() <= 1e-12 * means.abs().max()] = 0  # equal scores, up to rounding
         self.squares.index_add_(0, code.indices.cpu().flatten(), code.activations.cpu().double().square().flatten())
         self.within += float(apart.square().sum())
         first, counted = len(self.tokens), tokens > 0
@@ -87,27 +87,31 @@ class Correlation:
         return self.squares > 0
 
     def report(self, seed: int = 0) -> Correlations:
-        """Return the correlations, and which of them are more than chance; the seed draws the permutations."""
+        """Return the correlations, and which of them exceed chance; the seed draws the permutations."""
         rng, texts, count = np.random.default_rng(seed), len(self.tokens), self.tokens.sum()
         orders = np.stack([np.arange(texts), *(rng.permutation(texts) for _ in range(PERMUTATIONS))], 1)
         signs = torch.from_numpy(rng.choice([-1.0, 1.0], orders.shape))
-        signs[:, 0] = 1  # the first column is what was seen
-        dealt = self.means[torch.from_numpy(orders)]
-        dealt = dealt - self.tokens @ dealt / count
-        spread = self.tokens @ dealt.square() + self.within
-        found, largest = [], torch.zeros(PERMUTATIONS, dtype=torch.float64)
-        for squares, sums, products in self._blocks():
+        signs[:, 0] = 1  # the first column is the observed order, the others are permutations
+        # All columns at once: permuted means per text, centred over tokens, and the scores' sum of squares with them.
+        permuted = self.means[torch.from_numpy(orders)]
+        permuted = permuted - self.tokens @ permuted / count
+        spread = self.tokens @ permuted.square() + self.within
+        per_chunk, largest = [], torch.zeros(PERMUTATIONS, dtype=torch.float64)
+        for squares, sums, products in self._chunks():
+            # Pearson's r over tokens: the activations' covariance with means and differences, over both spreads.
             varies = squares - sums.sum(1).square() / count
-            over = (sums @ dealt + products @ signs) / (varies.unsqueeze(-1) * spread).clamp_min(1e-300).sqrt()
-            over[varies <= 1e-12 * squares] = 0
-            activation = over / over.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
-            largest = torch.maximum(largest, activation[:, 1:].amax(0))
-            found.append((over[:, 0], _pearson(sums / self.tokens, self.means), activation[:, 0]))
-        over_tokens, over_texts, activations = map(torch.cat, zip(*found, strict=True))
-        return Correlations(over_tokens, over_texts, activations > (1 + 1e-9) * largest.max())
+            over = (sums @ permuted + products @ signs) / (varies.unsqueeze(-1) * spread).clamp_min(1e-300).sqrt()
+            over[varies <= 1e-12 * squares] = 0  # a unit that never changes, up to rounding
+            standardised = over / over.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
+            largest = torch.maximum(largest, standardised[:, 1:].amax(0))
+            per_chunk.append((over[:, 0], _pearson(sums / self.tokens, self.means), standardised[:, 0]))
+        over_tokens, over_texts, observed = map(torch.cat, zip(*per_chunk, strict=True))
+        return Correlations(over_tokens, over_texts, observed > (1 + 1e-9) * largest.max())
 
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield of some units at a time, so that memory stays bounded, their squares, sums and products."""
+    def _chunks(
+        self,
+    ) -> Iterator[tuple[Float[Tensor, " units"], Float[Tensor, "units texts"], Float[Tensor, "units texts"]]]:
+        """Yield squares, sums and products of a few units at a time, so that memory stays bounded."""
         sums, products = (_by_unit(entries) for entries in (self.sums, self.products))
         for start in range(0, len(self.squares), NUMBERS // PERMUTATIONS):
             squares = self.squares[start : start + NUMBERS // PERMUTATIONS]
@@ -118,7 +122,15 @@ class Correlation:
 def text_sums(
     code: Code, row: Int[Tensor, " tokens"], texts: int, units: int, weights: Float[Tensor, " tokens"] | None = None
 ) -> Float[Tensor, "texts units"]:
-    """Return the sums of all units' activations over the tokens of each text, each token's times its weight."""
+    """Return the weighted sums of all units' activations over the tokens of each text.
+
+    Args:
+        code: the code of the tokens.
+        row: the text that each token is in.
+        texts: number of texts.
+        units: number of units.
+        weights: the weight of each token; 1 by default.
+    """
     values = code.activations.cpu().double()
     values = values if weights is None else values * weights.unsqueeze(-1)
     cells = row.unsqueeze(-1) * units + code.indices.cpu()

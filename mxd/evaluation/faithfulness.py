@@ -1,8 +1,9 @@
 """Is it faithful? Reconstruction on held-out text, and what splicing does to the model's next-token predictions.
 
 The headline is the full splice: the replacement answers at every position. Beside it, over the same targets, stands the
-splice *around special tokens*, at whose positions the base MLP answers: in some blocks those are attention sinks with
-enormous norms, on which the whole model leans, and leaving them to the base MLP hides what a replacement does to them.
+splice *around special tokens*, where the base MLP answers at their positions: in some blocks these are attention sinks
+with enormous norms, on which the whole model leans, and a splice that leaves them to the base MLP hides what the
+replacement does to them.
 
 Cross-entropies are in nats. A position counts in them if its *target* token is not excluded; in reconstruction if its
 own token is not. The blocks below the lowest spliced one run once for all replacements.
@@ -10,6 +11,7 @@ own token is not. The blocks below the lowest spliced one run once for all repla
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from mxd.splice import Replacement, Splice, Where
 
 @dataclass(frozen=True)
 class BasePrediction:
-    """What the base model predicts on a batch: computed once, compared with every splice."""
+    """What the base model predicts on a batch; computed once and compared with every splice."""
 
     targets: Int[Tensor, "batch seq"]
     counted: Bool[Tensor, "batch seq"]
@@ -44,19 +46,25 @@ class BasePrediction:
 
     @classmethod
     def of(cls, logits: Tensor, targets: Tensor, counted: Tensor) -> "BasePrediction":
-        """Compute everything from the logits of the positions before the targets."""
+        """Compute everything from the logits of the positions before the targets.
+
+        Args:
+            logits: [batch, seq, vocab].
+            targets: the token that follows each position, [batch, seq].
+            counted: which targets count, [batch, seq].
+        """
         logp = logits.log_softmax(-1)
         return cls(targets, counted, logp, logp.exp(), logp.argmax(-1), cross_entropy(logp, targets))
 
 
 class Prediction:
-    """How one way of running the model predicts the next token, beside the base model."""
+    """How one way of running the model predicts the next token, compared with the base model."""
 
     def __init__(self) -> None:
         self.ce, self.increase, self.kl, self.agreement = Mean(), Mean(), Mean(), Mean()
 
     def see(self, base: BasePrediction, logits: Float[Tensor, "batch seq vocab"]) -> None:
-        """Count a batch, given this way's logits of the positions before the targets."""
+        """Count a batch, given the logits of the positions before the targets."""
         logp = logits.log_softmax(-1)
         ce = cross_entropy(logp, base.targets)
         self.ce.see(ce, base.counted)
@@ -138,12 +146,12 @@ class Reconstruction:
         """Return the reconstruction, and what it is made of."""
         n = self.sums["tokens"]
         fvu = self.sums["error"] / (self.sums["y_squared"] - float(self.y.square().sum()) / n)
-        found = {"normalized_mse": self.sums["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
-        return found | (self.account.report() if self.account is not None else {})
+        metrics = {"normalized_mse": self.sums["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
+        return metrics | (self.account.report() if self.account is not None else {})
 
 
 class Constant(nn.Module):
-    """Answers one vector everywhere: zero- and mean-ablation."""
+    """Returns one vector everywhere: zero- and mean-ablation."""
 
     def __init__(self, value: Float[Tensor, " d_out"]) -> None:
         super().__init__()
@@ -155,7 +163,7 @@ class Constant(nn.Module):
 
 
 class MeasuredSet:
-    """What is measured of one set of replacements; made, every check of its splice is done."""
+    """What is measured of one set of replacements; constructing it runs every check of its splice."""
 
     def __init__(
         self, model: FrozenModel, replacements: Mapping[int, Replacement | Where], excluded: Sequence[int]
@@ -200,7 +208,14 @@ class Ablations:
     def of(
         cls, model: FrozenModel, blocks: Sequence[int], means: Mapping[int, Tensor], excluded: Sequence[int]
     ) -> "Ablations":
-        """Make both."""
+        """Return both ablations of some blocks.
+
+        Args:
+            model: the frozen base model.
+            blocks: the blocks whose MLPs are ablated together.
+            means: block -> mean output of its MLP, [d_out].
+            excluded: tokens at which the base MLP answers in ``Ways.around``.
+        """
         return cls(*(Ways(model, {n: Constant(factor * means[n]) for n in blocks}, excluded) for factor in (0, 1)))
 
 
@@ -215,11 +230,11 @@ def answer(
     Args:
         subject: the checkpoints.
         how: how much text is read.
-        together: splice all of them at once, instead of each alone.
-        tasks: lm-eval tasks to score, too (``find_tasks``).
+        together: splice all of them in together, instead of each alone.
+        tasks: lm-eval tasks to score as well (``find_tasks``).
 
     Returns:
-        What was measured, with all it depends on; ``results`` maps each name to its numbers, ``lm_eval`` holds scores.
+        The numbers with everything they depend on: ``results`` by name, and under ``lm_eval`` the scores of tasks.
 
     Raises:
         MxdError: as ``evaluate`` and ``score``.
@@ -235,7 +250,7 @@ def answer(
 @torch.no_grad()
 def evaluate(
     model: FrozenModel,
-    given: Mapping[str, Mapping[int, Replacement | Where]],
+    sets: Mapping[str, Mapping[int, Replacement | Where]],
     contexts: Contexts,
     tokens: int = DEFAULTS.faithfulness.tokens,
     excluded: Sequence[int] | None = None,
@@ -245,10 +260,10 @@ def evaluate(
 
     Args:
         model: the frozen base model.
-        given: name -> what is spliced in together: layers, modules, or paths and Hub references of layers.
+        sets: name -> what is spliced in together: layers, modules, or paths and Hub references of layers.
         contexts: the text, in a fixed order.
         tokens: positions to read, rounded up to whole contexts.
-        excluded: tokens that count neither as targets nor in reconstruction; by default the tokenizer's special ones.
+        excluded: tokens that count neither as targets nor in reconstruction; the tokenizer's special ones by default.
         forward_contexts: contexts in one forward, by default about 1,024 tokens; memory grows with the vocabulary.
 
     Returns:
@@ -263,23 +278,24 @@ def evaluate(
     """
     ids = tuple(_special(model) if excluded is None else excluded)
     batches = list(streamed(contexts, tokens, forward_contexts))
-    if not any(given.values()):
+    if not any(sets.values()):
         raise MxdError("nothing to evaluate: give at least one replacement.")
-    sets = {name: MeasuredSet(model, replacements, ids) for name, replacements in given.items()}
-    places = {one.blocks for one in sets.values()}
-    forwards = 2 + (2 if ids else 1) * (len(sets) + 2 * len(places))
+    measured = {name: MeasuredSet(model, replacements, ids) for name, replacements in sets.items()}
+    block_groups = {member.blocks for member in measured.values()}
+    forwards = 2 + (2 if ids else 1) * (len(measured) + 2 * len(block_groups))
     total = forwards * sum(batch.size for batch in batches)
-    modules = [layer for one in sets.values() for layer in one.layers.values()]
+    modules = [layer for member in measured.values() for layer in member.layers.values()]
     with (
         evaluation_mode(modules, model.device),
-        progress(f"evaluating {len(sets)} splices", total, "tokens through the model") as advance,
+        progress(f"evaluating {len(measured)} splices", total, "tokens through the model") as advance,
     ):
-        means = _first_pass(model, sets.values(), batches, ids, advance)
-        ablations = {place: Ablations.of(model, place, means, ids) for place in places}
-        base = _second_pass(model, sets.values(), ablations.values(), batches, ids, advance)
+        means = _first_pass(model, measured.values(), batches, ids, advance)
+        ablations = {blocks: Ablations.of(model, blocks, means, ids) for blocks in block_groups}
+        base = _second_pass(model, measured.values(), ablations.values(), batches, ids, advance)
         return {
-            name: one.report(base, ablations[one.blocks]) | {"excluded": list(ids), "blocks": one.report_blocks()}
-            for name, one in sets.items()
+            name: member.report(base, ablations[member.blocks])
+            | {"excluded": list(ids), "blocks": member.report_blocks()}
+            for name, member in measured.items()
         }
 
 
@@ -292,7 +308,7 @@ def _first_pass(
 ) -> dict[int, Tensor]:
     """Return the mean output of each block's MLP, and show the means to the accounts of all replacements."""
     sums: dict[int, Tensor] = {}
-    layers = sorted({number for one in sets for number in one.layers})
+    layers = sorted({number for member in sets for number in member.layers})
     count = 0
     for batch in batches:
         counted = torch.from_numpy(counted_positions(batch, excluded))
@@ -300,8 +316,8 @@ def _first_pass(
         recorded = {n: _counted(site, counted) for n, site in model.record(_tensor(batch), layers).items()}
         for number, (_, y) in recorded.items():
             sums[number] = sums.get(number, 0) + y.double().sum(0)
-        for one in sets:
-            for number, reconstruction in one.reconstructions.items():
+        for member in sets:
+            for number, reconstruction in member.reconstructions.items():
                 reconstruction.see_means(*recorded[number])
         advance(batch.size)
     if not count:
@@ -318,8 +334,8 @@ def _second_pass(
     advance: Advance,
 ) -> Mean:
     """Run every splice and every ablation beside the base model, whose cross-entropy is returned."""
-    layers = sorted({number for one in sets for number in one.layers})
-    together = [*(one.ways for one in sets), *(each for one in ablations for each in (one.zero, one.mean))]
+    layers = sorted({number for member in sets for number in member.layers})
+    all_ways = [member.ways for member in sets] + [ways for pair in ablations for ways in (pair.zero, pair.mean)]
     base_ce = Mean()
     for batch in batches:
         ids = _tensor(batch).to(model.device)
@@ -327,10 +343,10 @@ def _second_pass(
         with model.block_outputs(layers) as below, model.watched(layers) as seen:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)
-        for one in sets:
-            for number, reconstruction in one.reconstructions.items():
+        for member in sets:
+            for number, reconstruction in member.reconstructions.items():
                 reconstruction.see(*_counted(seen[number], counted))
-        for way in (way for ways in together for way in ways):
+        for way in chain.from_iterable(all_ways):
             way.prediction.see(base, next_token_logits(way.splice, ids, below))
             advance(batch.size)
         advance(batch.size)
@@ -338,14 +354,14 @@ def _second_pass(
 
 
 def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
-    found = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
-    return splice.prediction.report() | found | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
+    ablated = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
+    return splice.prediction.report() | ablated | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
 
 
 def recovered(splice: Prediction, zero: Prediction) -> float | None:
     """Return the share of the loss from zero-ablation that is won back.
 
-    ``None`` where that loss is within two standard errors of nothing: a share of noise would be read as a result.
+    ``None`` where that loss is within two standard errors of zero: a share of noise would be read as a result.
     """
     gap = zero.increase.value
     if not gap > 2 * zero.increase.standard_error:

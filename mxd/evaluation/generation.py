@@ -44,12 +44,12 @@ def answer(
     Args:
         subject: the checkpoints.
         how: which prompts, and how many tokens are added.
-        together: splice all of them at once, instead of each alone.
-        prompt: continue this text alone; by default the openings of held-out texts.
+        together: splice all of them in together, instead of each alone.
+        prompt: continue only this text; by default the openings of held-out texts.
         batch: prompts in one forward.
 
     Returns:
-        The numbers of ``evaluate_generation`` with what they depend on; examples hold their tokens as text, too.
+        The numbers of ``evaluate_generation`` with what they depend on; examples also hold their tokens as text.
 
     Raises:
         MxdError: as ``evaluate_generation``.
@@ -70,9 +70,14 @@ def answer(
 
 
 def openings(texts: Iterable[str], limit: int, seed: int) -> Iterator[str]:
-    """Yield texts to open with: of the first ``16 limit`` documents in a drawn order, then their paragraphs.
+    """Yield texts whose first words may be prompts: documents in a drawn order, then their later paragraphs.
 
     Paragraphs serve where there are fewer documents than prompts; the second of each document come before any third.
+
+    Args:
+        texts: documents, of which the first ``16 limit`` are read.
+        limit: prompts wanted.
+        seed: draws the order.
     """
     drawn = list(islice(texts, 16 * limit))
     random.Random(seed).shuffle(drawn)
@@ -104,15 +109,15 @@ def prompts(
     """
     head = head_ids(tokenizer, bos)
     opening = re.compile(rf"\s*(\S+(?:\s+\S+){{{how.words - 1}}})")
-    found: dict[str, None] = {}
+    starts: dict[str, None] = {}
     for text in texts:
         if match := opening.match(text):
-            found[match[1]] = None
-        if len(found) == how.limit:
+            starts[match[1]] = None
+        if len(starts) == how.limit:
             break
-    if not found:
+    if not starts:
         raise MxdError(f"no prompts: no text has {how.words} words; give other texts or a smaller number of words.")
-    return [head + ids for ids in tokenizer(list(found), add_special_tokens=False, verbose=False)["input_ids"]]
+    return [head + ids for ids in tokenizer(list(starts), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 @torch.no_grad()
@@ -151,10 +156,15 @@ def generation_match(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "pr
 
 
 def wilson_interval(share: Float[Tensor, " n"], count: int, z: float = Z) -> Float[Tensor, "2 n"]:
-    """Return lower and upper ends of the Wilson score interval of shares of ``count`` independent trials.
+    """Return the lower and upper ends of the Wilson score interval of shares of ``count`` independent trials.
 
-    Its ends are the true shares p with ``|share - p| = z sqrt(p (1 - p) / count)`` (Wilson 1927, JASA 22:209), so that
-    it says something at shares of 0 and 1, too, where a binomial standard error is 0.
+    Its ends are the true shares p with ``|share - p| = z sqrt(p (1 - p) / count)`` (Wilson 1927, JASA 22:209), so it
+    is informative at shares of 0 and 1, too, where a binomial standard error is 0.
+
+    Args:
+        share: observed shares.
+        count: trials behind each of them.
+        z: standard normal quantile of the interval.
     """
     shrink = 1 + z**2 / count
     centre = (share + z**2 / (2 * count)) / shrink
@@ -234,7 +244,14 @@ def _batches(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
 def continued(
     model: FrozenModel, ids: Int[Tensor, "batch seq"], new_tokens: int, choose: Choice
 ) -> Int[Tensor, "batch new_tokens"]:
-    """Return continuations of prompts of one length; a model without a cache is given everything again."""
+    """Return continuations of prompts of one length; a model without a cache reads the whole text at every step.
+
+    Args:
+        model: the frozen model.
+        ids: the prompts.
+        new_tokens: tokens to add.
+        choose: chooses the next tokens.
+    """
     whole, fed, cache = ids, ids, None
     for step in range(new_tokens):
         out = model.module(input_ids=fed, past_key_values=cache, use_cache=True)
@@ -246,7 +263,7 @@ def continued(
 
 
 def _agreeing(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"]) -> Bool[Tensor, "prompts n"]:
-    """Return where all tokens up to and including this one are the same."""
+    """Return whether all tokens up to and including each one are the same in both."""
     return (base == spliced_in).cumprod(-1).bool()
 
 

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, on the base model and on each splice: pip install 'mxd[lm-eval]'."""
+"""Tasks of EleutherAI's lm-evaluation-harness, for the base model and each splice: pip install 'mxd[lm-eval]'."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Tasks:
 
 
 def find_tasks(names: Sequence[str], limit: int | None = None, include: str | Path | None = None) -> Tasks:
-    """Look tasks up, so that a mistake shows before anything is measured.
+    """Look tasks up, so that a mistake is found before anything is measured.
 
     Args:
         names: names or patterns of tasks, groups or tags.
@@ -73,7 +73,7 @@ def score(model: FrozenModel, sets: Sets, tasks: Tasks) -> dict[str, Any]:
         ``base`` -> scores, ``spliced`` -> name -> scores, with the tasks' ``limit`` and the harness's ``version``.
 
     Raises:
-        MxdError: no tokenizer, replacements that do not fit the model, or a task whose data cannot be had.
+        MxdError: no tokenizer, replacements that do not fit the model, or a task whose data cannot be loaded.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -82,11 +82,11 @@ def score(model: FrozenModel, sets: Sets, tasks: Tasks) -> dict[str, Any]:
     tokenizer = copy.deepcopy(model.tokenizer)  # the harness changes its padding
     harnessed = HFLM(pretrained=model.module, tokenizer=tokenizer, batch_size=BATCH)
     base = _run(harnessed, tasks)
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     for name, replacements in sets.items():
         with spliced(model, replacements):
-            found[name] = _run(harnessed, tasks)
-    return {"version": version("lm_eval"), "limit": tasks.limit, "base": base, "spliced": found}
+            scores[name] = _run(harnessed, tasks)
+    return {"version": version("lm_eval"), "limit": tasks.limit, "base": base, "spliced": scores}
 
 
 def _run(model: Any, tasks: Tasks) -> Scores:

@@ -4,24 +4,24 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from mxd.layers import Code
 
 INTERVALS = 6
-"""Intervals of activation value (MxD, arXiv 2505.21364, app. E)."""
+"""Intervals between zero and a unit's largest activation (MxD, arXiv 2505.21364, app. E)."""
 STEPS = 8
-"""Occurrences are sampled on a logarithmic grid of so many steps an octave, on which the ends of intervals lie."""
+"""Steps per octave of the logarithmic grid of activations on which the ends of intervals lie."""
 DEPTH = math.ceil(STEPS * math.log2(INTERVALS)) + 1
-"""Steps from that of the largest activation down to where the lowest interval is certain to hold everything."""
+"""Steps below that of the largest activation that are kept apart; everything lower is in the lowest interval."""
 PATIENCE = 2**17
-"""Occurrences that wait, at least, before they are sorted in."""
+"""Occurrences that are collected, at least, before they are sorted in."""
 
 _ROW = np.dtype([("unit", "i4"), ("level", "i4"), ("context", "i8"), ("at", "i4"), ("value", "f4"), ("key", "f8")])
 
 
 class Occurrence(NamedTuple):
-    """A token at which a unit is active: the activation, the number of the context, the place in it."""
+    """A token at which a unit is active: the activation, the number of the context, the position in it."""
 
     value: float
     context: int
@@ -39,10 +39,11 @@ class Interval(NamedTuple):
 class IntervalSamples:
     """For every unit, occurrences drawn evenly from intervals of its activation.
 
-    Where the intervals lie is known only at the end, when the largest activation is. So each occurrence is given a
-    random key, and of each step of a fine grid the ``keep`` contexts with the largest keys are kept. Those with the
-    largest keys of any interval made of whole steps are among them: what would be drawn had the intervals been known.
-    Memory depends on the number of units only, ``DEPTH + 1`` times ``keep`` rows of 32 bytes for each.
+    The intervals are known only at the end, with the largest activation. So each occurrence gets a random key, and in
+    each step of a fine grid the ``keep`` contexts with the largest keys are kept. An interval is made of whole steps,
+    so the ``keep`` largest keys of the interval are among them: the sample is the one that would have been drawn had
+    the intervals been known. Memory depends on the number of units alone: for each, ``DEPTH + 1`` times ``keep`` rows
+    of 32 bytes.
     """
 
     def __init__(self, units: int, keep: int, seed: int = 0) -> None:
@@ -56,14 +57,20 @@ class IntervalSamples:
         self.waiting: list[np.ndarray] = []
 
     def see(self, code: Code, context: Int[np.ndarray, " tokens"], at: Int[np.ndarray, " tokens"]) -> None:
-        """Count the code of a batch of tokens, given the context each is in and its place there."""
+        """Count the code of a batch of tokens.
+
+        Args:
+            code: their code.
+            context: the number of the context that each token is in.
+            at: its position there.
+        """
         values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
         row, column = np.nonzero(values > 0)
         unit, value = indices[row, column], values[row, column]
         level, key = _level(value), self.rng.random(len(unit))
         np.maximum.at(self.largest, unit, value)
         np.maximum.at(self.top, unit, level)
-        hopeful = np.flatnonzero(key > self._threshold(unit, level))
+        hopeful = np.flatnonzero(key > self._threshold(unit, level))  # the others' steps are full
         rows = np.empty(len(hopeful), _ROW)
         for name, values in zip(_ROW.names or (), (unit, level, context[row], at[row], value, key), strict=True):
             rows[name] = values[hopeful]
@@ -84,32 +91,37 @@ class IntervalSamples:
         largest = float(self.largest[unit])
         ends = [round(STEPS * math.log2(largest * interval / INTERVALS)) for interval in range(1, INTERVALS)]
         values = [0.0, *(2 ** (end / STEPS) for end in ends), largest]
-        band_of = np.searchsorted(ends, rows["level"], side="right")
+        interval_of = np.searchsorted(ends, rows["level"], side="right")
         intervals = [
-            Interval(values[interval], values[interval + 1], _drawn(rows[band_of == interval], self.keep))
+            Interval(values[interval], values[interval + 1], _drawn(rows[interval_of == interval], self.keep))
             for interval in reversed(range(INTERVALS))
         ]
         return [interval for interval in intervals if interval.occurrences]
 
     def _threshold(self, unit: Int[np.ndarray, " n"], level: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Return the key that an occurrence must exceed to be kept; as the largest activation grows, it only rises."""
+        """Return the key that an occurrence must exceed to be kept.
+
+        Levels are compared with the largest activation at the last sorting. A larger one since then only merges steps,
+        which raises thresholds, so nothing that must be kept is dropped.
+        """
         if not len(self.thresholds):
             return np.full(len(unit), -1.0)
         step = np.maximum(level - self.settled_top[unit] + DEPTH, 0)
         return np.where(step > DEPTH, -1.0, self.thresholds[unit, np.minimum(step, DEPTH)])
 
     def _settle(self) -> None:
-        """Keep, of each unit and step, one occurrence a context, and of these the ones with the largest keys."""
+        """Keep, for each unit and step, one occurrence per context, and of these the ones with the largest keys."""
         if not self.waiting:
             return
         rows = np.concatenate([self.kept, *self.waiting])
         step = np.maximum(rows["level"] - self.top[rows["unit"]] + DEPTH, 0)
         cell = rows["unit"] * np.int64(DEPTH + 1) + step
+        # In each cell (a unit and a step) the largest key of each context, then the ``keep`` largest of these.
         order = np.lexsort((-rows["key"], rows["context"], cell))
         order = order[_changes(cell[order]) | _changes(rows["context"][order])]
         order = order[np.lexsort((-rows["key"][order], cell[order]))]
-        place = np.arange(len(order))
-        rank = place - np.maximum.accumulate(np.where(_changes(cell[order]), place, 0))
+        position = np.arange(len(order))
+        rank = position - np.maximum.accumulate(np.where(_changes(cell[order]), position, 0))  # within its cell
         last = order[rank == self.keep - 1]
         self.thresholds = np.full((len(self.top), DEPTH + 1), -1.0)
         self.thresholds[rows["unit"][last], step[last]] = rows["key"][last]
@@ -118,17 +130,18 @@ class IntervalSamples:
 
 
 def _level(value: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """Return the step of the logarithmic grid that each activation lies in."""
     return np.floor(STEPS * np.log2(value.astype(np.float64))).astype(np.int64)
 
 
-def _changes(values: np.ndarray) -> np.ndarray:
+def _changes(values: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Return True at the first of each run of equal values."""
     return np.concatenate([np.ones(min(len(values), 1), bool), values[1:] != values[:-1]])
 
 
 def _drawn(rows: np.ndarray, keep: int) -> list[Occurrence]:
-    """Return the first rows of different contexts, as occurrences."""
+    """Return the first row of each context, for the first ``keep`` contexts, as occurrences; strongest first."""
     _, first = np.unique(rows["context"], return_index=True)
     chosen = rows[np.sort(first)[:keep]]
-    found = zip(chosen["value"].tolist(), chosen["context"].tolist(), chosen["at"].tolist(), strict=True)
-    return sorted((Occurrence(*row) for row in found), reverse=True)
+    fields = zip(chosen["value"].tolist(), chosen["context"].tolist(), chosen["at"].tolist(), strict=True)
+    return sorted((Occurrence(*row) for row in fields), reverse=True)

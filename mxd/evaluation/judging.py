@@ -1,8 +1,8 @@
-"""Language models as judges of texts that were generated while a unit was made stronger.
+"""Language models as judges of texts that were generated under the influence of a unit.
 
 A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. It is asked with a paraphrase
-of the prompt of the MxD paper (arXiv 2505.21364, app. D.1), not with its words (``INSTRUCTIONS``). Its answer must be
-two numbers as in "0.75, 0.50". Everything else is a failure: counted, and never replaced by a number.
+of the prompt of the MxD paper (arXiv 2505.21364, app. D.1), not its exact words (``INSTRUCTIONS``). Its answer must be
+two numbers as in "0.75, 0.50". Anything else is a failure: counted, and never replaced by a number.
 """
 
 import os
@@ -50,12 +50,12 @@ else.
 TEXT TO EVALUATE:
 {samples}"""
 """A paraphrase of the prompt of the paper's judges (app. D.1): the same axes, anchors and form of answer in other
-words, so that a judge's numbers need not be those it would give to the paper's."""
+words, so a judge may give other numbers than it would with the paper's prompt."""
 ANSWER = re.compile(r"([01]\.\d\d), ([01]\.\d\d)")
 DISAGREEMENT = 0.25
 """Repeats whose answers lie at least one anchor apart on an axis disagree."""
 GIVE_UP = 3
-"""After so many collections without any answer a judge is not asked again."""
+"""Collections without any answer, one after the other, after which a judge is not asked again."""
 
 
 @runtime_checkable
@@ -71,18 +71,18 @@ class Judge(Protocol):
 
 
 class NoAnswer(Exception):
-    """A judge that was asked and did not answer; says why in a few words, never with the key."""
+    """A judge was asked and did not answer; the message says why in a few words and never holds the key."""
 
 
 @dataclass
 class Verdict:
-    """What a judge said of one collection, asked once or more often."""
+    """A judge's answers about one collection, asked once or more often."""
 
     answers: list[tuple[float, float]] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
 
     def report(self) -> dict[str, Any]:
-        """Return means of the answers, ``None`` where there is none, and how often the judge failed, by reason."""
+        """Return the means of the answers, ``None`` where there is none, and how often the judge failed, by reason."""
         axes = [[answer[axis] for answer in self.answers] for axis in (0, 1)]
         spread = max(max(values) - min(values) for values in axes) if self.answers else 0.0
         return {
@@ -111,7 +111,13 @@ def judge_prompt(samples: Sequence[str]) -> str:
 
 
 def judged(judge: Judge, samples: Sequence[str], repeats: int = 1) -> Verdict:
-    """Ask a judge about a collection of texts, ``repeats`` times."""
+    """Ask a judge about a collection of texts.
+
+    Args:
+        judge: who is asked.
+        samples: the texts.
+        repeats: how often it is asked.
+    """
     verdict, prompt = Verdict(), judge_prompt(samples)
     for _ in range(repeats):
         try:
@@ -139,7 +145,7 @@ class Endpoint:
     key_variable: str = "MXD_JUDGE_KEY"
     timeout: float = 120.0
     attempts: int = 3
-    """A server's errors, rate limits and time-outs are tried again, so many times in all."""
+    """Attempts in all, where the server has an error, limits the rate or times out."""
     pause: float = 2.0
     """Seconds before the second attempt; twice that before the third."""
 
@@ -160,7 +166,7 @@ class Endpoint:
         """Return the endpoint's answer to one message.
 
         Raises:
-            NoAnswer: it cannot be reached, is too slow, refuses, or sends something else than a chat completion.
+            NoAnswer: it cannot be reached, is too slow, refuses, or sends something other than a chat completion.
         """
         for attempt in range(1, self.attempts + 1):
             try:
@@ -196,7 +202,7 @@ class Endpoint:
 
 
 class _Temporary(Exception):
-    """What may go better at the next attempt."""
+    """A failure that may not recur at the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +245,20 @@ class LocalJudge:
 
 
 def judge_all(results: Mapping[str, dict[str, Any]], judge: Judge, prompt: str, repeats: int) -> None:
-    """Add verdicts to all collections; a judge who has not answered several times running is not asked again."""
+    """Add verdicts to all collections; a judge that has not answered ``GIVE_UP`` times running is not asked again.
+
+    Args:
+        results: name -> results of steering, which are changed.
+        judge: who is asked.
+        prompt: the text that all samples continue.
+        repeats: how often the judge is asked about each collection.
+    """
     silent = 0
     with progress("judging", sum(len(result["units"]) for result in results.values()), "collections") as advance:
         for result in results.values():
             for collection in result["units"].values():
                 if silent < GIVE_UP:
-                    # the prompt stands before each sample, as in the paper's code
+                    # the prompt precedes each sample, as in the paper's code
                     verdict = judged(judge, [prompt + sample for sample in collection["samples"]], repeats)
                     silent = 0 if verdict.answers or "not two numbers" in verdict.failures else silent + 1
                 else:
@@ -256,12 +269,12 @@ def judge_all(results: Mapping[str, dict[str, Any]], judge: Judge, prompt: str, 
 
 
 def _totals(collections: Sequence[Mapping[str, Any]], repeats: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for axis in ("coherence", "fluency"):
         rated = [collection[axis] for collection in collections if collection[axis] is not None]
-        found[axis] = float(np.mean(rated)) if rated else None
+        means[axis] = float(np.mean(rated)) if rated else None
     reasons = sum((Counter(collection["reasons"]) for collection in collections), Counter[str]())
-    return found | {
+    return means | {
         "asked": repeats * len(collections),
         "failures": sum(reasons.values()),
         "reasons": dict(reasons),

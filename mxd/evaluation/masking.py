@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.data.labelled import labelled_texts
-from mxd.evaluation.ablation import Ablation, Chosen, Place, ablate, at_least, halves, places, table
+from mxd.evaluation.ablation import Ablation, Chosen, LayerKey, ablate, at_least, halves, keyed_layers, table
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import text_sums
 from mxd.evaluation.walk import Mean, PaddedTexts, TrainedSets
@@ -24,38 +24,43 @@ from mxd.questions import DEFAULTS, MaskingConfig
 
 
 def answer(subject: Subject, how: MaskingConfig = DEFAULTS.masking, together: bool = False) -> dict[str, Any]:
-    """Mask the domains of a labelled set in checkpoints; all layers at once with ``together``.
+    """Mask the domains of a labelled set in checkpoints.
+
+    Args:
+        subject: the checkpoints.
+        how: which labelled set, and how units are chosen.
+        together: splice all of them in together, instead of each alone.
 
     Raises:
         MxdError: as ``labelled_texts`` and ``evaluate_masking``.
     """
-    given, text = labelled_texts(how.domains, how.text_column, how.label_column), subject.text
-    what = subject.base, subject.sets(together), given.texts, given.labels
-    found = evaluate_masking(*what, how, text.context, text.bos)
+    labelled, text = labelled_texts(how.domains, how.text_column, how.label_column), subject.text
+    what = subject.base, subject.sets(together), labelled.texts, labelled.labels
+    results = evaluate_masking(*what, how, text.context, text.bos)
     asked = {"texts": how.domains, "limit": how.limit, "seed": how.seed}
-    return subject.document(found, replacements=subject.members, **asked)
+    return subject.document(results, replacements=subject.members, **asked)
 
 
 class ByDomain:
     """Chooses the units of each domain, by their mean activations there."""
 
-    def __init__(self, layers: Mapping[Place, Trained], groups: Sequence[int], domains: int, ratio: float) -> None:
+    def __init__(self, layers: Mapping[LayerKey, Trained], groups: Sequence[int], domains: int, ratio: float) -> None:
         self.num_masks = domains
         self.groups, self.ratio = groups, ratio
-        self.sums = {place: torch.zeros(domains, one.layer.num_units).double() for place, one in layers.items()}
-        self.tokens = {place: torch.zeros(domains).double() for place in layers}
+        self.sums = {key: torch.zeros(domains, trained.layer.num_units).double() for key, trained in layers.items()}
+        self.tokens = {key: torch.zeros(domains).double() for key in layers}
 
-    def see(self, place: Place, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
-        """Add a layer's activations up by domain."""
+    def see(self, key: LayerKey, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
+        """Add up a layer's activations by domain; arguments as ``Chooser.see``."""
         domain, row = torch.tensor([self.groups[number] for number in batch.numbers]), batch.row(at)
-        self.sums[place].index_add_(0, domain, text_sums(code, row, len(domain), self.sums[place].shape[1]))
-        self.tokens[place] += torch.bincount(domain[row], minlength=self.num_masks)
+        self.sums[key].index_add_(0, domain, text_sums(code, row, len(domain), self.sums[key].shape[1]))
+        self.tokens[key] += torch.bincount(domain[row], minlength=self.num_masks)
 
-    def chosen(self, place: Place) -> Chosen:
+    def chosen(self, key: LayerKey) -> Chosen:
         """Return the units of each domain."""
-        scores = self.sums[place] / self.tokens[place].clamp_min(1).unsqueeze(-1)
-        own = belonging(scores, self.ratio)
-        return Chosen([own == domain for domain in range(self.num_masks)], scores.sum(0) > 0)
+        scores = self.sums[key] / self.tokens[key].clamp_min(1).unsqueeze(-1)
+        domain_of = belonging(scores, self.ratio)
+        return Chosen([domain_of == domain for domain in range(self.num_masks)], scores.sum(0) > 0)
 
 
 def evaluate_masking(
@@ -95,23 +100,23 @@ def evaluate_masking(
     at_least("the number of domains", len(domains), 2)
     groups = [domains.index(label) for label in labels]
     text = halves(model.tokenizer, texts, groups, domains, how.limit, context, bos, how.seed)
-    chooser = ByDomain(places(sets), groups, len(domains), how.ratio)
+    chooser = ByDomain(keyed_layers(sets), groups, len(domains), how.ratio)
     title = f"masking {len(domains)} domains in {len(sets)} splices"
-    found = ablate(model, sets, text, chooser, title, how.seed, batch)
+    ablations = ablate(model, sets, text, chooser, title, how.seed, batch)
     about = {"domains": domains, "ratio": how.ratio, "texts": text.measured}
-    return {name: about | _report(domains, one) for name, one in found.items()}
+    return {name: about | _report(domains, ablation) for name, ablation in ablations.items()}
 
 
-def _report(domains: Sequence[str], found: Ablation) -> dict[str, Any]:
-    members = [{str(number): units for number, units in mask.items()} for mask in found.masks]
+def _report(domains: Sequence[str], ablation: Ablation) -> dict[str, Any]:
+    members = [{str(number): units for number, units in mask.items()} for mask in ablation.masks]
     return {
-        "units": dict(zip(domains, found.sizes, strict=True)),
+        "units": dict(zip(domains, ablation.sizes, strict=True)),
         "members": dict(zip(domains, members, strict=True)),
-        **found.report(),
-        **table("matrix", found.changes),
-        **table("control", found.control),
-        **_target_and_others("", found.changes),
-        **_target_and_others("control_", found.control),
+        **ablation.report(),
+        **table("matrix", ablation.changes),
+        **table("control", ablation.control),
+        **_target_and_others("", ablation.changes),
+        **_target_and_others("control_", ablation.control),
     }
 
 

@@ -7,36 +7,40 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.layers.gates import Gate
 
 BINS = 30
+"""Bins of a density."""
 SAEBENCH_K = (1, 2, 5)
+"""Units in one of SAEBench's probes."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """The pooled pre-activations of all units, computed for those asked for; of several heads each by itself.
+    """The pooled pre-activations of all units, computed for those asked for; several heads count separately.
 
     Pre-activations are affine in a layer's input (``ReplacementLayer.gates``), so the mean over tokens is
-    taken of the input: one vector a text, whatever the number of units.
+    taken of the input: one vector per text, whatever the number of units.
     """
 
     pooled: Float[Tensor, "texts width"]
     gates: Gate | None = None
-    """What makes the units' pre-activations of it; ``None`` where they are its own entries, an MLP's neurons."""
+    """Computes the units' pre-activations from it; ``None`` where they are its own entries, an MLP's neurons."""
 
-    def differences(self, first: Bool[np.ndarray, " texts"], second: Bool[np.ndarray, " texts"]) -> Tensor:
+    def differences(
+        self, first: Bool[np.ndarray, " texts"], second: Bool[np.ndarray, " texts"]
+    ) -> Float[Tensor, " units"]:
         """Return for each unit (head by head) its mean over some texts minus its mean over others."""
-        one, other = (self.pooled[torch.from_numpy(rows)].double().mean(0) for rows in (first, second))
-        gap = (one - other).float()
+        first_mean, second_mean = (self.pooled[torch.from_numpy(rows)].double().mean(0) for rows in (first, second))
+        gap = (first_mean - second_mean).float()
         if self.gates is None:
             return gap
         return torch.cat([self.gates.project(gap, head) for head in range(self.gates.heads)])
 
-    def columns(self, units: Tensor) -> Float[np.ndarray, "texts chosen"]:
+    def columns(self, units: Int[Tensor, " chosen"]) -> Float[np.ndarray, "texts chosen"]:
         """Return the pooled pre-activations of some units, numbered as ``differences`` lists them."""
         if self.gates is None:
             return self.pooled[:, units].double().cpu().numpy()
@@ -47,7 +51,7 @@ class Units:
         return columns.double().cpu().numpy()
 
     def named(self, unit: int) -> dict[str, int]:
-        """Return what results call a unit of ``differences``: its number, and its head where there are several."""
+        """Return how results name a unit of ``differences``: its number, and its head where there are several."""
         if self.gates is None or self.gates.heads == 1:
             return {"unit": unit}
         return {"unit": unit % self.gates.units, "head": unit // self.gates.units}
@@ -65,7 +69,7 @@ def probe_class(
         units: pooled pre-activations of all units.
         positive: which texts are of the class.
         train: which texts the probes are fitted on; the others are held out.
-        candidates: units that get a probe: those whose mean over the class exceeds that over the rest the most.
+        candidates: units that get a probe: those whose mean over the class exceeds that over the rest by most.
 
     Returns:
         ``f1``, the best on the held-out texts, and the ``unit`` that has it (the paper's number); ``train_choice``, the
@@ -99,13 +103,16 @@ def k_sparse_accuracy(
 ) -> dict[str, float]:
     """Return SAEBench's own numbers: held-out accuracy of a probe on the k units with the largest mean difference.
 
-    Differences count by absolute value here, and of the rest as many texts are drawn as the class has.
+    Differences count by absolute value here, and equally many texts are drawn from the rest as the class has.
 
     Args:
         units: pooled pre-activations of all units.
         positive: which texts are of the class.
         train: which texts the probe is fitted on.
         seed: draws the texts of the rest.
+
+    Returns:
+        k -> accuracy on the held-out texts, half of which are of the class where the rest has enough.
     """
     rng = np.random.default_rng(seed)
     kept = positive.copy()
@@ -115,11 +122,11 @@ def k_sparse_accuracy(
     differences = units.differences(train & positive, train & kept & ~positive).abs()
     columns = units.columns(differences.topk(min(max(SAEBENCH_K), len(differences))).indices)
     held_out = kept & ~train
-    found = {}
+    accuracies = {}
     for k in SAEBENCH_K:
         answers = _fit(columns[:, :k], positive, train & kept, _saebench_probe())
-        found[str(k)] = float((answers[held_out] == positive[held_out]).mean())
-    return found
+        accuracies[str(k)] = float((answers[held_out] == positive[held_out]).mean())
+    return accuracies
 
 
 def f1(truth: Bool[np.ndarray, " n"], answers: Bool[np.ndarray, " n"]) -> float:
@@ -143,19 +150,22 @@ def _saebench_probe() -> Any:
 
 
 def _fit(
-    columns: Float[np.ndarray, "texts k"], positive: Bool[np.ndarray, " texts"], train: np.ndarray, probe: Any
+    columns: Float[np.ndarray, "texts k"],
+    positive: Bool[np.ndarray, " texts"],
+    train: Bool[np.ndarray, " texts"],
+    probe: Any,
 ) -> Bool[np.ndarray, " texts"]:
     """Fit a probe on the training texts and return its answers for all."""
     import sklearn
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings(), sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
-        for category in (ConvergenceWarning, RuntimeWarning):  # an ill-conditioned fit ends in lbfgs, and says so
+        for category in (ConvergenceWarning, RuntimeWarning):  # from ill-conditioned fits, which fall back on lbfgs
             warnings.simplefilter("ignore", category)
         return probe.fit(columns[train], positive[train]).predict(columns)
 
 
-def _density(values: np.ndarray, positive: np.ndarray) -> dict[str, list[float]]:
+def _density(values: Float[np.ndarray, " texts"], positive: Bool[np.ndarray, " texts"]) -> dict[str, list[float]]:
     edges = np.histogram_bin_edges(values, BINS)
     sides = {"positive": values[positive], "negative": values[~positive]}
     return {"edges": edges.tolist()} | {

@@ -1,14 +1,14 @@
 """What do single units know? The best held-out F1 with which one unit tells a class of texts from all others.
 
-The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.1 and app. B.5) and its code: 128 tokens of each
-text, BOS among them; a unit's *pre-activation*, averaged over the tokens: all of them (level ``sample``), or those of
-a span that is marked in the text, a surname's for example (level ``span``; the paper calls it the token level); of the
-first 80% of the texts in an order drawn with seed 42 the 100 units with the largest mean difference between the class
-and the rest; for each a logistic regression; the best F1 on the other 20%. Choosing the best unit on the held-out texts
-flatters every method, so the unit that is best in training stands beside it. The level ``token``, which is not in the
-paper, reads the last token alone.
+The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.1 and app. B.5) and its code. Of each text 128
+tokens are read, BOS among them. A unit's *pre-activation* is averaged over all of these tokens (level ``sample``) or
+over those of a span that is marked in the text, such as a surname (level ``span``, which the paper calls the token
+level). The texts are ordered with seed 42; on the first 80% the 100 units with the largest mean difference between the
+class and the rest are chosen, and a logistic regression is fitted for each. The result is the best F1 on the other 20%.
+Choosing the best unit on the held-out texts flatters every method, so the unit that is best in training stands beside
+it. The level ``token``, which is not in the paper, reads the last token alone.
 
-A TopK autoencoder of the same run is one more layer here. The raw neurons of the base MLP are probed in any case.
+A TopK autoencoder of the same run is probed like any other layer, and the neurons of the base MLP are probed as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
@@ -38,18 +38,19 @@ Site = tuple[int, str, tuple[int, ...]]
 """Block, what is read there (``mlp_in``, ``mlp_out``, ``neurons``), and the tokens left out."""
 
 TRAIN_SHARE = 0.8
+"""Share of the texts on which probes are fitted."""
 MIN_TOKENS = 5
 """Shorter texts are left out at the sample level, as in the paper's code."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """The texts of one set as they are probed, in the order drawn: training texts first."""
+    """The texts of one set as they are probed, in a drawn order, training texts first."""
 
     ids: list[list[int]]
-    places: list[range]
-    """Where in each stand the tokens that may count."""
-    labels: np.ndarray
+    positions: list[range]
+    """The positions in each text that may count."""
+    labels: Shaped[np.ndarray, " texts"]
     level: str
     side: str
     skipped: int
@@ -79,52 +80,52 @@ def evaluate_probing(
     bos: bool = True,
     forward_tokens: int = 4096,
 ) -> dict[str, dict[str, Any]]:
-    """Probe every unit set on every labelled set; the base model runs once a set for all of them.
+    """Probe the units of every layer on every labelled set; the base model runs once per set for all layers.
 
     Args:
         model: the frozen base model.
         layers: name -> a layer with its provenance.
         sets: labelled texts.
         how: how texts are read and probed.
-        bos: begin each text with BOS where the tokenizer has one; it is never counted.
-        forward_tokens: tokens in one forward, about.
+        bos: begin each text with BOS where the tokenizer has one; it never counts.
+        forward_tokens: tokens in one forward, approximately.
 
     Returns:
         Name -> name of the set -> ``level``, ``side``, ``texts``, ``skipped``, ``n_train``, ``n_test``, ``mean_f1``,
         ``mean_f1_train_choice``, and ``classes``: for each class what ``probe_class`` returns, and under ``saebench``
-        what ``k_sparse_accuracy`` does. ``MLP neurons, layer L`` are names, too, where the base MLP's form is known.
+        what ``k_sparse_accuracy`` does. ``MLP neurons, block L`` are names, too, where the base MLP's form is known.
 
     Raises:
         MxdError: no sets or two of one name, a class without texts on either side of the split, no tokenizer, or layers
             of another model.
     """
     _check(model, layers, sets)
-    masks = {name: tuple(trained.provenance.excluded_ids) for name, trained in layers.items()}
-    masked = {i for mask in masks.values() for i in mask}
-    read = [_read(texts, model.tokenizer, how, bos, masked) for texts in sets]
+    skipped = {name: tuple(trained.provenance.excluded_ids) for name, trained in layers.items()}
+    excluded = {i for excluded_ids in skipped.values() for i in excluded_ids}
+    probed_sets = [_read(texts, model.tokenizer, how, bos, excluded) for texts in sets]
     layer_sites: dict[str, Site] = {
-        name: (trained.provenance.block, trained.layer.config.reads, masks[name]) for name, trained in layers.items()
+        name: (trained.provenance.block, trained.layer.config.reads, skipped[name]) for name, trained in layers.items()
     }
     neurons = _neurons(model, sorted({number for number, _, _ in layer_sites.values()}))
     sites = dict(layer_sites)
-    for number, _, mask in layer_sites.values():
+    for number, _, excluded_ids in layer_sites.values():
         if number in neurons:
-            sites.setdefault(f"MLP neurons, block {number}", (number, "neurons", mask))
+            sites.setdefault(f"MLP neurons, block {number}", (number, "neurons", excluded_ids))
     results: dict[str, dict[str, Any]] = {name: {} for name in sites}
-    tokens = sum(len(row) for given in read for row in given.ids)
+    tokens = sum(len(row) for probed in probed_sets for row in probed.ids)
     with progress(f"reading {len(sets)} labelled sets", tokens) as advance:
-        pooled = [_pool(model, given, set(sites.values()), neurons, forward_tokens, advance) for given in read]
+        pooled = [_pool(model, probed, set(sites.values()), neurons, forward_tokens, advance) for probed in probed_sets]
     fits = len(sites) * sum(len(texts.classes) for texts in sets)
     with progress(f"probing {len(sites)} sets of units", fits, "classes") as advance:
-        for texts, given, vectors in zip(sets, read, pooled, strict=True):
+        for texts, probed, vectors in zip(sets, probed_sets, pooled, strict=True):
             for name, site in sites.items():
                 units = _units(layers.get(name), vectors[site])
-                results[name][texts.name] = _probe_set(units, given, texts.classes, how, advance)
+                results[name][texts.name] = _probe_set(units, probed, texts.classes, how, advance)
     return results
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what ``evaluate_probing`` found as lines: for each set the means over classes, and the class told best."""
+    """Return the results of ``evaluate_probing`` as lines: for each set the means over classes, and the best class."""
     width, lines = max(map(len, results)), []
     for name in next(iter(results.values())):
         first = next(iter(results.values()))[name]
@@ -132,36 +133,36 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"{name}: {len(first['classes'])} classes, {first['level']} level, "
             f"{first['n_train']} + {first['n_test']} texts; mean F1 of the best units (of those best in training)"
         )
-        for units, found in results.items():
-            one = found[name]
-            label, best = max(one["classes"].items(), key=lambda item: item[1]["f1"])
+        for units, by_set in results.items():
+            result = by_set[name]
+            label, best = max(result["classes"].items(), key=lambda item: item[1]["f1"])
             lines.append(
-                f"  {units:{width}}  {one['mean_f1']:.3f} ({one['mean_f1_train_choice']:.3f})  "
+                f"  {units:{width}}  {result['mean_f1']:.3f} ({result['mean_f1_train_choice']:.3f})  "
                 f"best: {label} {best['f1']:.3f}, unit {best['unit']}"
             )
     return "\n".join(lines)
 
 
 def _probe_set(
-    units: Units, given: _Read, classes: Sequence[str], how: ProbingConfig, advance: Callable[[int], None]
+    units: Units, probed: _Read, classes: Sequence[str], how: ProbingConfig, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    train, found = given.train, {}
+    train, by_class = probed.train, {}
     for label in classes:
-        positive = given.labels == label
-        found[label] = probe_class(units, positive, train, how.candidates) | {
+        positive = probed.labels == label
+        by_class[label] = probe_class(units, positive, train, how.candidates) | {
             "saebench": k_sparse_accuracy(units, positive, train, how.seed)
         }
         advance(1)
     return {
-        "level": given.level,
-        "side": given.side,
-        "texts": len(given.ids),
-        "skipped": given.skipped,
+        "level": probed.level,
+        "side": probed.side,
+        "texts": len(probed.ids),
+        "skipped": probed.skipped,
         "n_train": int(train.sum()),
         "n_test": int((~train).sum()),
-        "classes": found,
-        "mean_f1": float(np.mean([one["f1"] for one in found.values()])),
-        "mean_f1_train_choice": float(np.mean([one["train_choice"]["f1"] for one in found.values()])),
+        "classes": by_class,
+        "mean_f1": float(np.mean([result["f1"] for result in by_class.values()])),
+        "mean_f1_train_choice": float(np.mean([result["train_choice"]["f1"] for result in by_class.values()])),
     }
 
 
@@ -172,7 +173,7 @@ def _units(trained: Trained | None, pooled: Float[Tensor, "texts width"]) -> Uni
 
 
 def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[LabelledTexts]) -> None:
-    head_ids(model.tokenizer)  # only to hear now that there is none
+    head_ids(model.tokenizer)  # refuses a model without a tokenizer before anything runs
     if not layers or not sets:
         raise MxdError("nothing to probe: give at least one checkpoint and one labelled set.")
     names = [texts.name for texts in sets]
@@ -182,7 +183,7 @@ def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[Lab
         check_provenance(model, trained.provenance.block, trained.provenance)
 
 
-def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, masked: set[int]) -> _Read:
+def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, excluded: set[int]) -> _Read:
     """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
     level = how.level or texts.level
     side = how.side or ("first" if level == "sample" else "last")
@@ -199,46 +200,47 @@ def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, m
     room, needed = how.context - len(head), MIN_TOKENS if level == "sample" else 1
     order = np.random.RandomState(how.seed).permutation(len(texts.texts))[: how.limit]  # as the paper's code
     chosen_texts, offsets = [texts.texts[i] for i in order], {"return_offsets_mapping": True} if level == "span" else {}
-    given = tokenizer(chosen_texts, add_special_tokens=False, verbose=False, **offsets)
-    ids, places = [], []
-    for i, row in enumerate(given["input_ids"]):
+    encoded = tokenizer(chosen_texts, add_special_tokens=False, verbose=False, **offsets)
+    ids, counted = [], []
+    for i, row in enumerate(encoded["input_ids"]):
+        # ``room`` tokens from ``first`` on are kept; ``counted`` says where those that may count stand after BOS
         first = 0 if side == "first" else max(0, len(row) - room)
         ids.append(head + row[first : first + room])
         inside = range(len(row))
         if level == "span" and texts.spans is not None:
-            inside = _inside(given["offset_mapping"][i], *texts.spans[order[i]])
-        places.append(range(max(inside.start - first, 0) + len(head), min(inside.stop - first, room) + len(head)))
-    kept = [i for i, row in enumerate(ids) if sum(row[place] not in masked for place in places[i]) >= needed]
+            inside = _inside(encoded["offset_mapping"][i], *texts.spans[order[i]])
+        counted.append(range(max(inside.start - first, 0) + len(head), min(inside.stop - first, room) + len(head)))
+    kept = [i for i, row in enumerate(ids) if sum(row[position] not in excluded for position in counted[i]) >= needed]
     labels = np.array([texts.labels[order[i]] for i in kept])
-    found = _Read([ids[i] for i in kept], [places[i] for i in kept], labels, level, side, len(ids) - len(kept))
+    probed = _Read([ids[i] for i in kept], [counted[i] for i in kept], labels, level, side, len(ids) - len(kept))
     for label in texts.classes:
-        for part, chosen in (("training", found.train), ("held-out", ~found.train)):
+        for part, chosen in (("training", probed.train), ("held-out", ~probed.train)):
             count = int((labels[chosen] == label).sum()) if len(labels) else 0
             if count in (0, int(chosen.sum())):
                 raise MxdError(
                     f"{texts.name}: of the {int(chosen.sum())} {part} texts {count} are of class {label!r}; a probe "
                     "needs some of the class and some of the rest. Give more texts, or raise --limit."
                 )
-    return found
+    return probed
 
 
 def _inside(offsets: Sequence[tuple[int, int]], start: int, end: int) -> range:
     """Return the numbers of the tokens that share a character with the span."""
-    found = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
-    return range(found[0], found[-1] + 1) if found else range(0)
+    tokens = [i for i, (first, last) in enumerate(offsets) if first < end and last > start]
+    return range(tokens[0], tokens[-1] + 1) if tokens else range(0)
 
 
 def _neurons(model: FrozenModel, numbers: Sequence[int]) -> dict[int, Callable[[Tensor], Tensor]]:
     """Return for each block a function from its MLP's input to the input of its down projection, where known."""
-    found = {}
+    functions = {}
     for number in numbers:
         try:
             weights = model.mlp_weights(number)
         except MxdError:  # an MLP of a form that is not in the table: its neurons cannot be named
             continue
         if name := model.mlp_shape(number).activation:
-            found[number] = _hidden(weights, ACTIVATIONS[name])
-    return found
+            functions[number] = _hidden(weights, ACTIVATIONS[name])
+    return functions
 
 
 def _hidden(weights: Any, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -251,45 +253,46 @@ def _hidden(weights: Any, activation: Callable[[Tensor], Tensor]) -> Callable[[T
 
 def _pool(
     model: FrozenModel,
-    given: _Read,
+    probed: _Read,
     sites: set[Site],
     neurons: Mapping[int, Callable[[Tensor], Tensor]],
     forward_tokens: int,
     advance: Callable[[int], None],
 ) -> dict[Site, Float[Tensor, "texts width"]]:
-    """Return for each site one vector a text: the mean over the tokens that count, or the last of them alone.
+    """Return for each site one vector per text: the mean over the tokens that count, or the last of them alone.
 
     Texts of similar length run together, padded at the end, which no earlier position of a causal model sees.
     """
     numbers = sorted({number for number, _, _ in sites})
-    order = sorted(range(len(given.ids)), key=lambda i: len(given.ids[i]))
-    found: dict[Site, Tensor] = {}
+    order = sorted(range(len(probed.ids)), key=lambda i: len(probed.ids[i]))
+    vectors_at: dict[Site, Tensor] = {}
     while order:
-        size = max(1, forward_tokens // len(given.ids[order[-1]]))
+        size = max(1, forward_tokens // len(probed.ids[order[-1]]))
         rows, order = order[-size:], order[:-size]
-        batch = padded(given.ids, rows)
+        batch = padded(probed.ids, rows)
         ids = torch.from_numpy(batch.ids)
         recorded = model.record(ids, numbers)
         for site in sites:
-            number, what, mask = site
+            number, what, excluded_ids = site
             x, y = recorded[number]
             vectors = y if what == "mlp_out" else neurons[number](x) if what == "neurons" else x
-            shares = _shares(ids, [given.places[i] for i in rows], given.level, mask).to(x.device)
+            shares = _shares(ids, [probed.positions[i] for i in rows], probed.level, excluded_ids).to(x.device)
             pooled = torch.einsum("bsd,bs->bd", vectors.float(), shares)
-            store = found.setdefault(site, pooled.new_empty(len(given.ids), pooled.shape[-1]))
+            store = vectors_at.setdefault(site, pooled.new_empty(len(probed.ids), pooled.shape[-1]))
             store[rows] = pooled
         advance(int(batch.real.sum()))
-    return found
+    return vectors_at
 
 
 def _shares(
-    ids: Int[Tensor, "batch seq"], inside: Sequence[range], level: str, mask: Sequence[int]
+    ids: Int[Tensor, "batch seq"], inside: Sequence[range], level: str, excluded_ids: Sequence[int]
 ) -> Float[Tensor, "batch seq"]:
-    """Return what each position contributes to its text's vector: nothing for BOS, padding and excluded tokens."""
-    places, (first, end) = torch.arange(ids.shape[1]), torch.tensor([(r.start, r.stop) for r in inside]).T.unsqueeze(-1)
-    counted = (places >= first) & (places < end)
-    counted &= ~torch.isin(ids, torch.tensor(list(mask), dtype=ids.dtype))
+    """Return the weight of each position in its text's vector: zero for BOS, padding and excluded tokens."""
+    positions = torch.arange(ids.shape[1])
+    first, end = torch.tensor([(r.start, r.stop) for r in inside]).T.unsqueeze(-1)
+    counted = (positions >= first) & (positions < end)
+    counted &= ~torch.isin(ids, torch.tensor(list(excluded_ids), dtype=ids.dtype))
     if level != "token":
         return counted / counted.sum(-1, keepdim=True)
-    last = (counted * (places + 1)).argmax(-1, keepdim=True)
+    last = (counted * (positions + 1)).argmax(-1, keepdim=True)
     return torch.zeros(ids.shape).scatter_(1, last, 1.0)

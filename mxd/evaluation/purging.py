@@ -1,4 +1,4 @@
-"""Can what goes with a score of the text be switched off? Units are masked that correlate with it beyond chance.
+"""Can what correlates with a score of the text be switched off? Units that correlate with it beyond chance are masked.
 
 After Monet (ICLR 2025, section 5.3); Monet's score is toxicity.
 """
@@ -15,7 +15,7 @@ from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import scored_texts
-from mxd.evaluation.ablation import Ablation, Chosen, Place, Texts, ablate, at_least, halves, places, table
+from mxd.evaluation.ablation import Ablation, Chosen, LayerKey, Texts, ablate, at_least, halves, keyed_layers, table
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import Correlation, Correlations
 from mxd.evaluation.walk import PaddedTexts, TrainedSets
@@ -24,50 +24,56 @@ from mxd.model.frozen import FrozenModel
 from mxd.questions import PURGING, PurgingConfig
 
 Score = float | Sequence[float]
-"""Of a text, or one for each of its tokens."""
+"""The score of a text, or one for each of its tokens."""
 
 FEWEST_TEXTS = 30
-"""Texts that must choose units by a score."""
+"""Texts on which units must be chosen, at least."""
 
 
 def answer(subject: Subject, how: PurgingConfig, scores: str, together: bool = False) -> dict[str, Any]:
-    """Mask units of checkpoints that go with a score; ``scores`` is a file of texts with a number each.
+    """Mask the units of checkpoints that correlate with a score.
+
+    Args:
+        subject: the checkpoints.
+        how: how units are chosen.
+        scores: a file of texts, each with its score.
+        together: splice all checkpoints in together, instead of each alone.
 
     Raises:
         MxdError: as ``scored_texts`` and ``evaluate_purging``.
     """
-    given, text = scored_texts(scores, how.text_column, how.score_column), subject.text
-    found = evaluate_purging(subject.base, subject.sets(together), *given, how, text.context, text.bos)
+    scored, text = scored_texts(scores, how.text_column, how.score_column), subject.text
+    results = evaluate_purging(subject.base, subject.sets(together), *scored, how, text.context, text.bos)
     asked = {"texts": scores, "limit": how.limit, "seed": how.seed}
-    return subject.document(found, replacements=subject.members, **asked)
+    return subject.document(results, replacements=subject.members, **asked)
 
 
 class ByScore:
-    """Chooses the units whose activations correlate with a score over tokens, more than by chance."""
+    """Chooses the units whose activations correlate with a score over tokens, beyond chance."""
 
     def __init__(
         self,
-        layers: Mapping[Place, Trained],
+        layers: Mapping[LayerKey, Trained],
         scores: Mapping[int, Float[np.ndarray, " seq"]],
         thresholds: Sequence[float],
         seed: int,
     ) -> None:
         self.num_masks = len(thresholds)
         self.scores, self.thresholds, self.seed = scores, thresholds, seed
-        self.correlation = {place: Correlation(one.layer.num_units) for place, one in layers.items()}
-        self.found: dict[Place, Correlations] = {}
+        self.correlation = {key: Correlation(trained.layer.num_units) for key, trained in layers.items()}
+        self.found: dict[LayerKey, Correlations] = {}
 
-    def see(self, place: Place, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
-        """Correlate a layer's activations with the scores of the tokens."""
+    def see(self, key: LayerKey, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
+        """Correlate a layer's activations with the scores of the tokens; arguments as ``Chooser.see``."""
         score = np.zeros(batch.ids.shape)
         score[batch.real] = np.concatenate([self.scores[number] for number in batch.numbers])
-        self.correlation[place].see(code, batch.row(at), torch.from_numpy(score.flat[at]), len(batch.numbers))
+        self.correlation[key].see(code, batch.row(at), torch.from_numpy(score.flat[at]), len(batch.numbers))
 
-    def chosen(self, place: Place) -> Chosen:
+    def chosen(self, key: LayerKey) -> Chosen:
         """Return the units that reach each threshold, beyond chance."""
-        found = self.found[place] = self.correlation[place].report(self.seed)
-        masks = [(found.over_tokens >= threshold) & found.beyond_chance for threshold in self.thresholds]
-        return Chosen(masks, self.correlation[place].active)
+        correlations = self.found[key] = self.correlation[key].report(self.seed)
+        masks = [(correlations.over_tokens >= threshold) & correlations.beyond_chance for threshold in self.thresholds]
+        return Chosen(masks, self.correlation[key].active)
 
 
 def evaluate_purging(
@@ -83,15 +89,15 @@ def evaluate_purging(
     """Mask the units whose activations correlate with a score, and measure what that does to the loss.
 
     The correlation is Pearson's over tokens, as in Monet: each has the score of its text, or one of its own. Of many
-    units some correlate by chance, most of all on few texts, so a unit must do so more than by chance, too: see
-    ``Correlation``. Losses are given for the texts with scores up to the mean score, and for those above.
+    units some correlate by chance, above all on few texts, so a unit must also exceed chance: see ``Correlation``.
+    Losses are given for the texts with scores up to the mean score, and for those above.
 
     Args:
         model: the frozen base model.
         sets: name -> what is spliced in together.
         texts: the texts.
         scores: the score of each, toxicity for example: a number, or one for each token of the model's tokenizer.
-        how: what is asked; the seed draws the permutations, too.
+        how: what is asked; the seed also draws the permutations.
         context: tokens of a text that are read.
         bos: begin each text with BOS where the tokenizer has one; it has the mean of the text's scores.
         batch: texts in one forward.
@@ -100,7 +106,7 @@ def evaluate_purging(
         Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; ``choosing``, the number of
         texts that chose units; for each of ``thresholds`` how many ``units`` are masked and their ``share``, and how
         many were ``removed``, which reach it but not beyond chance; the ``changes`` of the two losses, with
-        ``changes_se``, and with as many units drawn at random ``control`` and ``control_se``; and the ``leading`` ten
+        ``changes_se``, and with equally many random units ``control`` and ``control_se``; and the ``leading`` ten
         units by ``correlation``, with that over texts, ``correlation_texts``, and whether it is ``beyond_chance``.
 
     Raises:
@@ -121,30 +127,32 @@ def evaluate_purging(
         )
     head = len(head_ids(model.tokenizer, bos))
     of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
-    chooser = ByScore(places(sets), of_tokens, how.thresholds, how.seed)
-    found = ablate(model, sets, text, chooser, f"purging {len(sets)} splices", how.seed, batch)
+    chooser = ByScore(keyed_layers(sets), of_tokens, how.thresholds, how.seed)
+    ablations = ablate(model, sets, text, chooser, f"purging {len(sets)} splices", how.seed, batch)
     return {
-        name: {"mean_score": mean} | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, one)
-        for name, one in found.items()
+        name: {"mean_score": mean} | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, ablation)
+        for name, ablation in ablations.items()
     }
 
 
-def _report(text: Texts, chooser: ByScore, correlations: Mapping[int, Correlations], found: Ablation) -> dict[str, Any]:
-    every = sum(len(one.over_tokens) for one in correlations.values())
+def _report(
+    text: Texts, chooser: ByScore, correlations: Mapping[int, Correlations], ablation: Ablation
+) -> dict[str, Any]:
+    total = sum(len(correlation.over_tokens) for correlation in correlations.values())
     reaching = [
-        sum(int((one.over_tokens >= threshold).sum()) for one in correlations.values())
+        sum(int((correlation.over_tokens >= threshold).sum()) for correlation in correlations.values())
         for threshold in chooser.thresholds
     ]
     return {
         "texts": text.measured,
-        **found.report(),
+        **ablation.report(),
         "choosing": len(text.choosing),
         "thresholds": list(chooser.thresholds),
-        "units": found.sizes,
-        "removed": [count - size for count, size in zip(reaching, found.sizes, strict=True)],
-        "share": [size / every for size in found.sizes],
-        **table("changes", found.changes),
-        **table("control", found.control),
+        "units": ablation.sizes,
+        "removed": [count - size for count, size in zip(reaching, ablation.sizes, strict=True)],
+        "share": [size / total for size in ablation.sizes],
+        **table("changes", ablation.changes),
+        **table("control", ablation.control),
         "leading": _leading(correlations),
     }
 
@@ -154,25 +162,29 @@ def _token_scores(number: int, score: Score, row: Sequence[int], head: int, cont
     tokens = len(row) - head
     if np.ndim(score) == 0:
         return np.full(len(row), score, dtype=np.float64)
-    given = np.asarray(score, dtype=np.float64)
-    if len(given) < tokens or (len(given) > tokens and len(row) < context):
+    scores = np.asarray(score, dtype=np.float64)
+    if len(scores) < tokens or (len(scores) > tokens and len(row) < context):
         raise MxdError(
-            f"text {number + 1} has {len(given)} scores for {tokens} tokens; give it one number, or one for each token "
-            "of the model's tokenizer."
+            f"text {number + 1} has {len(scores)} scores for {tokens} tokens; give it one number, or one for each "
+            "token of the model's tokenizer."
         )
-    return np.concatenate([np.full(head, given.mean()), given[:tokens]])
+    return np.concatenate([np.full(head, scores.mean()), scores[:tokens]])
 
 
-def _leading(found: Mapping[int, Correlations]) -> list[dict[str, Any]]:
-    """Return the ten units of some layers that correlate most over tokens, with all that was found of them."""
-    every = ((r, number, unit) for number, one in found.items() for unit, r in enumerate(one.over_tokens.tolist()))
+def _leading(correlations: Mapping[int, Correlations]) -> list[dict[str, Any]]:
+    """Return the ten units of some layers that correlate most over tokens, with all their correlations."""
+    units = (
+        (r, number, unit)
+        for number, correlation in correlations.items()
+        for unit, r in enumerate(correlation.over_tokens.tolist())
+    )
     return [
         {
             "block": number,
             "unit": unit,
             "correlation": r,
-            "correlation_texts": float(found[number].over_texts[unit]),
-            "beyond_chance": bool(found[number].beyond_chance[unit]),
+            "correlation_texts": float(correlations[number].over_texts[unit]),
+            "beyond_chance": bool(correlations[number].beyond_chance[unit]),
         }
-        for r, number, unit in heapq.nlargest(10, every)
+        for r, number, unit in heapq.nlargest(10, units)
     ]

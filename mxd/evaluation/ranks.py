@@ -22,7 +22,7 @@ def weight_ranks(
     The normalized rank is ``rank(W_n) / min(H, O)`` (equation 23), where a rank counts the singular values above
     ``max(H, O) eps`` times the largest: it is 1 also where nearly all energy lies in one direction. The stable rank,
     ``||W_n||_F^2 / ||W_n||_2^2``, says how many directions carry the energy; at most the rank, 0 for a weight of zeros.
-    A feature's weight is one row, so both are 1, or 0.
+    A feature's weight is a single row, so both are 1, or 0 if the row is zero.
 
     Args:
         layer: any replacement layer; the weights are materialised in batches.
@@ -31,15 +31,15 @@ def weight_ranks(
     """
     rows, columns = layer.unit_weight(0).shape
     chunk = max(1, RANK_NUMBERS // (rows * columns))
-    found = [torch.zeros(2, 0)]
+    parts = [torch.zeros(2, 0)]
     for start in range(0, len(units), chunk):
-        some = units[start : start + chunk]
-        singular = torch.linalg.svdvals(torch.stack([layer.unit_weight(n).float() for n in some]))
+        batch = units[start : start + chunk]
+        singular = torch.linalg.svdvals(torch.stack([layer.unit_weight(n).float() for n in batch]))
         largest = singular[:, :1]
         ranks = (singular > max(rows, columns) * torch.finfo(singular.dtype).eps * largest).sum(-1)
         stable = (singular / largest.clamp_min(1e-30)).square().sum(-1)
-        found.append(torch.stack([ranks / min(rows, columns), stable]).cpu())
+        parts.append(torch.stack([ranks / min(rows, columns), stable]).cpu())
         if advance is not None:
-            advance(len(some))
-    normalized, stable = torch.cat(found, 1)
+            advance(len(batch))
+    normalized, stable = torch.cat(parts, 1)
     return normalized, stable

@@ -1,11 +1,11 @@
-"""Do units steer? Text generated while one unit is made stronger, judged on two axes by a language model.
+"""Do units steer? Text is generated under the influence of one unit, and a language model judges it on two axes.
 
 The protocol is that of the MxD paper (arXiv 2505.21364, section 3.2.2 and app. D.1): at every position ``lambda``
-times a unit's output, ``d_n`` or ``z W_n`` (``ReplacementLayer.unit_output``), is added to the layer's output; the
-first 100 units one by one, ``lambda`` = 100, 10 samples of 32 tokens to one prompt. The paper's code adds it while the
-replacement is spliced in, which is the default here; ``on="base"`` adds it to the base MLP's output. It also lowers the
-logit of a token by 1 for each time it came before, which the paper does not say: ``frequency_penalty=1``. Masked tokens
-(BOS) are not steered, since the layers were trained without them.
+times a unit's output, ``d_n`` or ``z W_n`` (``ReplacementLayer.unit_output``), is added to the layer's output. This is
+done for the first 100 units one by one, with ``lambda`` = 100 and 10 samples of 32 tokens to one prompt. The paper's
+code does so with the replacement spliced in, which is the default here; ``on="base"`` adds to the base MLP's output.
+That code also lowers the logit of a token by 1 for each earlier occurrence, which the paper does not mention:
+``frequency_penalty=1``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ def answer(
     Args:
         subject: the checkpoints.
         how: how text is generated.
-        units: which units; by default the first there are.
+        units: which units; by default the first ``how.first``.
         judge: who rates the texts; nobody by default.
 
     Raises:
@@ -65,14 +65,14 @@ def evaluate_steering(
     Args:
         model: the frozen base model.
         layers: name -> a layer with its provenance.
-        units: which units; by default the first there are (``how.first``).
+        units: which units; by default the first ``how.first``.
         how: how text is generated.
         judge: who rates the texts; nobody by default.
         bos: begin the prompt with BOS where the tokenizer has one.
         batch: samples in one forward, rounded up to whole units.
 
     Returns:
-        Name -> ``layer``, ``prompt``, ``judge``, ``unsteered`` (the first unit's draws with ``scale`` 0), and
+        Name -> ``block``, ``prompt``, ``judge``, ``unsteered`` (the first unit's draws with ``scale`` 0), and
         ``units``: for each its ``scale``, its ``samples`` (continuations alone) and, with a judge, ``Verdict.report``;
         over all units the means ``coherence`` and ``fluency``, and the numbers ``asked``, ``failures``,
         ``disagreements``.
@@ -86,7 +86,7 @@ def evaluate_steering(
     ids = _prompt(model, how, bos)
     chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():
-        Splice(model, {trained.provenance.block: trained})  # made for its checks: what is spliced in are steered layers
+        Splice(model, {trained.provenance.block: trained})  # for its checks; what is spliced in later is ``Steered``
     results = {}
     total = sum(len(numbers) + 1 for numbers in chosen.values()) * how.samples * how.tokens
     with progress(f"steering with {sum(map(len, chosen.values()))} units", total) as advance:
@@ -98,13 +98,15 @@ def evaluate_steering(
 
 
 def summary(results: Mapping[str, Mapping[str, Any]], shown: int = 10) -> str:
-    """Return what ``evaluate_steering`` found as lines: for the first units a sample and the judge's numbers."""
+    """Return the results of ``evaluate_steering`` as lines: for the first units a sample and the judge's numbers."""
     lines = []
     for name, result in results.items():
         lines += [name, f"  not steered: {result['unsteered'][0]!r}"]
-        for unit, one in list(result["units"].items())[:shown]:
-            rated = "" if result["judge"] is None else f" [{_number(one['coherence'])}, {_number(one['fluency'])}]"
-            lines.append(f"  unit {unit}{rated}: {one['samples'][0]!r}")
+        for unit, steered in list(result["units"].items())[:shown]:
+            rated = ""
+            if result["judge"] is not None:
+                rated = f" [{_number(steered['coherence'])}, {_number(steered['fluency'])}]"
+            lines.append(f"  unit {unit}{rated}: {steered['samples'][0]!r}")
         if result["judge"] is not None:
             lines.append(
                 f"  judged by {result['judge']}: coherence {_number(result['coherence'])}, fluency "
@@ -119,7 +121,7 @@ def _number(value: float | None) -> str:
 
 
 class Steered(nn.Module):
-    """What stands in an MLP's place: the replacement or the base MLP, plus ``scale`` times one unit's output.
+    """Takes an MLP's place: the replacement or the base MLP, plus ``scale`` times one unit's output.
 
     The rows of a batch are divided among the units, the same number for each.
     """
@@ -128,7 +130,7 @@ class Steered(nn.Module):
         super().__init__()
         self.layer = layer
         self.on, self.units, self.scale = on, list(units), scale
-        self._base = [base]  # in a list, and the mode is the layer's: leaving the splice sets the mode of all parts
+        self._base = [base]  # in a list, so that it is no submodule: leaving the splice sets the mode of all submodules
         self.training = layer.training
 
     def forward(self, x: Float[Tensor, "rows seq d_in"]) -> Float[Tensor, "rows seq d_out"]:
@@ -142,18 +144,18 @@ class Steered(nn.Module):
 def choose(
     logits: Float[Tensor, "rows vocab"], draws: Float[Tensor, " rows"], temperature: float, top_p: float
 ) -> Int[Tensor, " rows"]:
-    """Return a token a row, drawn from the smallest set of likeliest tokens that holds ``top_p`` of the probability.
+    """Return one token per row, drawn from the smallest set of likeliest tokens with ``top_p`` of the probability.
 
     Args:
         logits: of the next token.
-        draws: uniform numbers in [0, 1): where in the set's probability the token lies.
+        draws: uniform numbers in [0, 1): where in the set's cumulative probability the token lies.
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: nucleus (Holtzman et al. 2020).
     """
     if temperature == 0:
         return logits.argmax(-1)
     p, order = (logits.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    below = p.cumsum(-1) - p
+    below = p.cumsum(-1) - p  # probability of all likelier tokens; the set ends where it reaches top_p
     up_to = (p * (below < top_p)).cumsum(-1)
     reached = up_to > draws.to(p).unsqueeze(-1) * up_to[:, -1:]
     return order.gather(-1, reached.int().argmax(-1, keepdim=True)).squeeze(-1)
@@ -218,7 +220,7 @@ def _sampled(
     prompt: Sequence[int],
     advance: Callable[[int], None],
 ) -> list[str]:
-    """Return ``how.samples`` continuations for each unit, one after the other."""
+    """Return ``how.samples`` continuations for each unit, unit by unit."""
     number = trained.provenance.block
     steered = Steered(trained.layer, model.mlp(number), how.on, units, scale)
     draws = np.concatenate([np.random.default_rng([how.seed, n]).random((how.samples, how.tokens)) for n in units])

@@ -24,7 +24,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, UnitsConfig
 
 BINS = 4
-"""Bins of the histogram for each factor of ten."""
+"""Bins of the histogram per factor of ten."""
 WINDOW = (20, 8)
 """Tokens shown before and after the one that was drawn."""
 
@@ -33,19 +33,24 @@ Activations = dict[tuple[int, int], Float[np.ndarray, " seq"]]
 
 
 def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[int] | None = None) -> dict[str, Any]:
-    """Look at the units of checkpoints; ``shown`` names units in place of those that add most.
+    """Look at the units of checkpoints.
+
+    Args:
+        subject: the checkpoints.
+        how: how much is read and shown.
+        shown: units to show; by default those that add most to the output.
 
     Raises:
         MxdError: as ``evaluate_units``.
     """
-    found = evaluate_units(subject.base, subject.trained, subject.contexts(how.seed), how, shown)
-    return subject.document(found, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
+    results = evaluate_units(subject.base, subject.trained, subject.contexts(how.seed), how, shown)
+    return subject.document(results, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
 
 
 @torch.no_grad()
 def evaluate_units(
     model: FrozenModel,
-    trained: Mapping[str, Trained],
+    layers: Mapping[str, Trained],
     contexts: Contexts,
     how: UnitsConfig = DEFAULTS.units,
     units: Sequence[int] | None = None,
@@ -55,7 +60,7 @@ def evaluate_units(
 
     Args:
         model: the frozen base model.
-        trained: name -> layer.
+        layers: name -> a layer with its provenance.
         contexts: the text.
         how: what is asked. Positions are rounded up to whole contexts; those a layer was trained without do not count.
         units: units to show; by default those that add most (``contributing``).
@@ -63,41 +68,41 @@ def evaluate_units(
 
     Returns:
         Name -> what ``firing`` says of all units, and for each unit that is shown, under ``units``: its ``rate``, its
-        ``mean`` activation where it is active and its ``max``, and ``intervals`` from strong to mild. Each of a
+        ``mean`` activation where it is active and its ``max``, and ``intervals`` from strong to weak. Each of an
         interval's ``contexts`` holds the ``tokens`` around the one ``at``, the ``activations`` there, and the
         activation ``value``.
 
     Raises:
         MxdError: no layers, no text, or units that a layer does not have.
     """
-    for name, one in trained.items():
-        wrong = [unit for unit in units or () if not 0 <= unit < one.layer.num_units]
+    for name, trained in layers.items():
+        wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]
         if wrong:
-            raise MxdError(f"{name} has units 0 ... {one.layer.num_units - 1}, got {wrong[0]}.")
-    moments = {name: CodeMoments(one.layer) for name, one in trained.items()}
-    samples = {name: IntervalSamples(one.layer.num_units, how.contexts, how.seed) for name, one in trained.items()}
-    with evaluating(model, trained), TemporaryFile() as file:
+            raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
+    moments = {name: CodeMoments(trained.layer) for name, trained in layers.items()}
+    samples = {name: IntervalSamples(t.layer.num_units, how.contexts, how.seed) for name, t in layers.items()}
+    with evaluating(model, layers), TemporaryFile() as file:
         read = width = 0
-        with progress(f"units of {len(trained)} layers", how.tokens) as advance:
+        with progress(f"units of {len(layers)} layers", how.tokens) as advance:
             for batch in streamed(contexts, how.tokens, forward_contexts):
                 width = batch.shape[1]
-                for name, code, place in codes(model, trained, batch):
+                for name, code, position in codes(model, layers, batch):
                     moments[name].count(code)
-                    samples[name].see(code, read + place // width, place % width)
+                    samples[name].see(code, read + position // width, position % width)
                 file.write(batch.astype(np.int32).tobytes())
                 read += len(batch)
                 advance(batch.size)
         file.flush()
         text = np.memmap(file, np.int32, "r", shape=(read, width))
         results = {}
-        for name, one in trained.items():
+        for name, trained in layers.items():
             chosen = contributing(moments[name], how.top, how.shared) if units is None else units
             intervals = {unit: samples[name].intervals(unit) for unit in chosen}
-            activations = _activations(model, one, intervals, text, forward_contexts or max(1, 1024 // width))
+            activations = _activations(model, trained, intervals, text, forward_contexts or max(1, 1024 // width))
             pages = {
                 str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)} for unit in chosen
             }
-            results[name] = {"block": one.provenance.block, **firing(moments[name], how.shared), "units": pages}
+            results[name] = {"block": trained.provenance.block, **firing(moments[name], how.shared), "units": pages}
             for unit in chosen:
                 pages[str(unit)] |= {
                     key: results[name][of][unit]
@@ -117,14 +122,14 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
     rates, counts = moments.rates, moments.counts
     low = math.floor(-math.log10(max(moments.tokens, 2)))
     edges = np.linspace(low, 0, -low * BINS + 1)
-    found, _ = np.histogram(rates[counts > 0].log10().numpy(), edges)
+    histogram, _ = np.histogram(rates[counts > 0].log10().numpy(), edges)
     over = [(n, rate) for n, rate in enumerate(rates.tolist()) if rate > shared]
     return {
         "tokens": moments.tokens,
         "rates": rates.tolist(),
         "means": (moments.sums / counts.clamp_min(1)).tolist(),
         "maxima": moments.maxima.tolist(),
-        "histogram": {"log10_edges": edges.tolist(), "counts": found.tolist()},
+        "histogram": {"log10_edges": edges.tolist(), "counts": histogram.tolist()},
         "dead": int((counts == 0).sum()),
         "shared_above": shared,
         "shared": [{"unit": n, "rate": rate} for n, rate in sorted(over, key=lambda unit: -unit[1])],
@@ -132,7 +137,13 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
 
 
 def contributing(moments: CodeMoments, top: int, shared: float) -> list[int]:
-    """Return the units that add most, by mean activation times weight norm, without shared and dead ones."""
+    """Return the units that add most to the output, by mean activation times weight norm, without shared and dead ones.
+
+    Args:
+        moments: of the layer's codes over a text.
+        top: how many.
+        shared: units active at more than this share of the tokens count as shared.
+    """
     adds = moments.sums * moments.layer.unit_norms().detach().cpu()
     adds[(moments.rates > shared) | (moments.counts == 0)] = -1
     return [n for n in adds.argsort(descending=True, stable=True)[:top].tolist() if adds[n] >= 0]
@@ -142,35 +153,35 @@ def token_strings(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token by itself, with the space it begins with; numbers where there is no tokenizer."""
     if tokenizer is None:
         return [str(i) for i in ids]
-    one, two = ({i: tokenizer.decode([i] * times) for i in set(ids)} for times in (1, 2))
-    return [two[i][len(one[i]) :] for i in ids]  # some tokenizers drop the space of the first token
+    once, twice = ({i: tokenizer.decode([i] * times) for i in set(ids)} for times in (1, 2))
+    return [twice[i][len(once[i]) :] for i in ids]  # some tokenizers drop the space of the first token
 
 
 def _activations(
     model: FrozenModel,
-    one: Trained,
+    trained: Trained,
     intervals: Mapping[int, Sequence[Interval]],
     text: Int[np.ndarray, "contexts seq"],
     per_batch: int,
 ) -> Activations:
-    """Return the units' activations over the contexts that are shown, by running the model over those again."""
-    wanted: dict[int, list[tuple[int, slice]]] = {}
+    """Return the units' activations over the contexts that are shown, by running the model on these again."""
+    shown: dict[int, list[tuple[int, slice]]] = {}
     for unit, ranges in intervals.items():
-        for found in (found for interval in ranges for found in interval.occurrences):
-            wanted.setdefault(found.context, []).append((unit, _window(found.at)))
+        for occurrence in (occurrence for interval in ranges for occurrence in interval.occurrences):
+            shown.setdefault(occurrence.context, []).append((unit, _window(occurrence.at)))
     activations: Activations = {}
-    order = sorted(wanted)
+    order = sorted(shown)
     for numbers in (order[i : i + per_batch] for i in range(0, len(order), per_batch)):
-        places = np.zeros((len(numbers), text.shape[1]), bool)
+        mask = np.zeros((len(numbers), text.shape[1]), bool)
         for row, context in enumerate(numbers):
-            for _, window in wanted[context]:
-                places[row, window] = True
-        for _, code, place in codes(model, {"": one}, text[numbers], places):
+            for _, window in shown[context]:
+                mask[row, window] = True
+        for _, code, position in codes(model, {"": trained}, text[numbers], mask):
             values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
-            rows, at = np.divmod(place, text.shape[1])
+            rows, at = np.divmod(position, text.shape[1])
             for row, context in enumerate(numbers):
                 here = rows == row
-                for unit, _ in wanted[context]:
+                for unit, _ in shown[context]:
                     line = np.zeros(text.shape[1])
                     line[at[here]] = (values[here] * (indices[here] == unit)).sum(-1)
                     activations[unit, context] = line

@@ -1,6 +1,6 @@
-"""The one way through held-out text: contexts or padded texts, the codes of layers at them, and what a splice predicts.
+"""The one way through held-out text: contexts or padded texts, the codes of layers on them, and what a splice predicts.
 
-The base model runs once for all layers that are looked at, and the blocks below a splice once for all splices.
+The base model runs once for all layers, and the blocks below a splice once for all splices.
 """
 
 import math
@@ -35,6 +35,11 @@ def streamed(
 ) -> Iterator[Int[np.ndarray, "batch seq"]]:
     """Yield batches of contexts until ``tokens`` positions are read or the text ends; nothing is kept.
 
+    Args:
+        contexts: the text.
+        tokens: positions to read, rounded up to whole contexts.
+        forward_contexts: contexts in a batch; by default about 1,024 tokens.
+
     Raises:
         MxdError: the text holds no complete context, or ``tokens`` is below 1.
     """
@@ -55,12 +60,12 @@ class PaddedTexts:
 
     ids: Int[np.ndarray, "batch seq"]
     real: Bool[np.ndarray, "batch seq"]
-    """Where a token of the text stands."""
+    """True at tokens of a text, False at padding."""
     numbers: list[int]
     """The texts' numbers."""
 
     def row(self, at: Int[np.ndarray, " tokens"]) -> Int[Tensor, " tokens"]:
-        """Return which of the texts tokens stand in, given where they stand in the flattened batch."""
+        """Return which of the texts each token is in, given its position in the flattened batch."""
         return torch.from_numpy(at // self.ids.shape[1])
 
 
@@ -74,7 +79,13 @@ def padded(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> PaddedTexts
 
 
 def padded_batches(rows: Sequence[Sequence[int]], numbers: Sequence[int], size: int) -> Iterator[PaddedTexts]:
-    """Yield some of the texts ``rows``, texts of similar length together, ``size`` at a time."""
+    """Yield some texts in batches of similar length.
+
+    Args:
+        rows: all texts, as token ids.
+        numbers: the numbers of the texts to yield.
+        size: texts in a batch.
+    """
     ordered = sorted(numbers, key=lambda number: len(rows[number]))
     for start in range(0, len(ordered), size):
         yield padded(rows, ordered[start : start + size])
@@ -82,7 +93,7 @@ def padded_batches(rows: Sequence[Sequence[int]], numbers: Sequence[int], size: 
 
 @contextmanager
 def evaluation_mode(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Have modules on a device and in evaluation mode for the length of the block."""
+    """Keep modules on a device and in evaluation mode while the context is open."""
     modes = {module.to(device): module.training for module in modules}
     for module in modes:
         module.eval()
@@ -94,49 +105,55 @@ def evaluation_mode(modules: Iterable[nn.Module], device: torch.device) -> Itera
 
 
 @contextmanager
-def evaluating(model: FrozenModel, trained: Mapping[Any, Trained]) -> Iterator[None]:
-    """Have layers on the model's device and in evaluation mode for the length of the block.
+def evaluating(model: FrozenModel, layers: Mapping[Any, Trained]) -> Iterator[None]:
+    """Keep layers on the model's device and in evaluation mode while the context is open.
 
     Raises:
         MxdError: there are none, or they were trained for another model.
     """
-    if not trained:
+    if not layers:
         raise MxdError("nothing to evaluate: give at least one trained layer.")
-    for one in trained.values():
-        model.check_block(one.provenance.block)
-        check_provenance(model, one.provenance.block, one.provenance)
-    with evaluation_mode((one.layer for one in trained.values()), model.device):
+    for trained in layers.values():
+        model.check_block(trained.provenance.block)
+        check_provenance(model, trained.provenance.block, trained.provenance)
+    with evaluation_mode((trained.layer for trained in layers.values()), model.device):
         yield
 
 
 def codes(
     model: FrozenModel,
-    trained: Mapping[K, Trained],
+    layers: Mapping[K, Trained],
     batch: Int[np.ndarray, "batch seq"],
-    places: Bool[np.ndarray, "batch seq"] | None = None,
+    only: Bool[np.ndarray, "batch seq"] | None = None,
 ) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
-    """Yield each layer's name, its code at the tokens that count, and where these stand in the flattened batch.
+    """Yield each layer's name, its code at the tokens that count, and their positions in the flattened batch.
 
-    The base model runs once, up to the last of the layers. Tokens that a layer was trained without do not count, nor
-    those where its stored constant answers, nor, where ``places`` are given, any others.
+    The base model runs once, up to the last of the layers. Tokens excluded from a layer's training do not count, nor
+    those that it answers with its stored constant.
+
+    Args:
+        model: the frozen base model.
+        layers: name -> a layer with its provenance.
+        batch: token ids.
+        only: where tokens may count at all; everywhere by default.
     """
-    sites = model.record(torch.from_numpy(batch).long(), [one.provenance.block for one in trained.values()])
-    for name, one in trained.items():
-        x, y = sites[one.provenance.block]
-        read = one.layer.read(x, y)
-        counted = counted_positions(batch, one.provenance.excluded_ids) & (True if places is None else places)
-        counted &= ~one.layer.at_bos(read).cpu().numpy()
-        code = one.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
+    sites = model.record(torch.from_numpy(batch).long(), [trained.provenance.block for trained in layers.values()])
+    for name, trained in layers.items():
+        x, y = sites[trained.provenance.block]
+        read = trained.layer.read(x, y)
+        counted = counted_positions(batch, trained.provenance.excluded_ids) & (True if only is None else only)
+        counted &= ~trained.layer.at_bos(read).cpu().numpy()
+        code = trained.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
         yield name, code, np.flatnonzero(counted)
 
 
 def next_token_logits(
     splice: Splice, ids: Int[Tensor, "batch seq"], below: Mapping[int, Any]
 ) -> Float[Tensor, "batch targets vocab"]:
-    """Return the logits of all positions but the last of a spliced model, running only what a splice can change.
+    """Return a spliced model's logits at all positions but the last, running only what a splice can change.
 
     Args:
-        splice: what stands in the MLPs' places.
+        splice: the replacements in the MLPs' places.
         ids: the batch.
         below: what the block below the lowest spliced one returned for this batch (``FrozenModel.block_outputs``).
     """
@@ -175,12 +192,14 @@ class Mean:
         n = len(self.counts)
         if n < 2:
             return math.inf
+        # The mean is a ratio, sum(totals) / sum(counts): to first order its error is the sum of these residuals over
+        # sum(counts), and n / (n - 1) corrects their variance for the estimated mean.
         residuals = np.array(self.totals) - self.value * np.array(self.counts)
         return float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / max(sum(self.counts), 1))
 
 
 class CodeMoments:
-    """The mean code over tokens, how often each unit is active, and how strongly at most."""
+    """The mean code over tokens, how often each unit is active, and its largest activation."""
 
     def __init__(self, layer: ReplacementLayer) -> None:
         self.layer = layer
@@ -215,5 +234,5 @@ class CodeMoments:
 
     @property
     def dead_share(self) -> float:
-        """RankPart of units that were never active."""
+        """The share of units that were never active."""
         return float((self.counts == 0).float().mean())

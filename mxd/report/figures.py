@@ -20,9 +20,9 @@ STYLES = {
 
 
 def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
-    """Draw normalized MSE and cross-entropy increase against K, one line for each method and layer (MxD, figure 3).
+    """Draw normalized MSE and cross-entropy increase against K, one line for each method and block (MxD, figure 3).
 
-    Splices of several layers and layers without a K are left out.
+    Splices of several layers, and layers without a K, are left out.
 
     Raises:
         MxdError: the evaluation lacks what is drawn.
@@ -34,23 +34,23 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
 
     document = Node(evaluation, "faithfulness.json")
     data = document["data"]
-    model, source, split = (_literal(each.text()) for each in (document["model"], data["source"], data["split"]))
+    model, source, split = (_literal(node.text()) for node in (document["model"], data["source"], data["split"]))
     lines: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
     for _, result in document["results"].items():
-        what = result["replacements"][0]
-        if len(list(result["replacements"])) > 1 or what["k"].value is None:
+        replacement = result["replacements"][0]
+        if len(list(result["replacements"])) > 1 or replacement["k"].value is None:
             continue
-        layer = str(what["block"].value)
-        nmse = result["blocks"][layer][NMSE.key].number()
-        point = (what["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
-        lines.setdefault((_literal(what["method"].text()), layer), []).append(point)
-    several = len({layer for _, layer in lines}) > 1
+        block = str(replacement["block"].value)
+        nmse = result["blocks"][block][NMSE.key].number()
+        point = (replacement["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
+        lines.setdefault((_literal(replacement["method"].text()), block), []).append(point)
+    several = len({block for _, block in lines}) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
-    for (method, layer), points in lines.items():
+    for (method, block), points in lines.items():
         points.sort()
         ks, errors, increase, deviations = zip(*points, strict=True)
         color, marker = STYLES.get(method, ("black", "x"))
-        style = {"color": color, "marker": marker, "label": f"{method}, block {layer}" if several else method}
+        style = {"color": color, "marker": marker, "label": f"{method}, block {block}" if several else method}
         left.plot(ks, errors, **style)
         right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
     for axes, title in ((left, NMSE.label), (right, CE_INCREASE.label)):

@@ -1,4 +1,4 @@
-"""The report in Markdown: the same tables and facts as text; figures are said in words."""
+"""The report in Markdown: the same tables and facts as text; figures are described in words."""
 
 from functools import singledispatch
 
@@ -23,23 +23,34 @@ ARROWS = {"": "", "lower": " ↓", "higher": " ↑"}
 
 
 def markdown(run: Run, title: str, sections: list[Section], page: str) -> str:
-    """Return the report of a run; ``page`` is the file that shows its figures."""
+    """Return the report of a run.
+
+    Args:
+        run: the run.
+        title: the heading.
+        sections: the sections of the page.
+        page: name of the HTML file, which shows the figures.
+    """
     texts = [f"# {literal(title)}", f"Figures and the unit browser: [{literal(page)}]({page.replace(' ', '%20')})."]
     for section in sections:
         texts += [f"## {literal(section.title)}", literal(section.lead)]
-        texts += [said for part in section.parts if (said := told(part))]
+        texts += [text for part in section.parts if (text := as_markdown(part))]
     missing = f" Not measured: {', '.join(run.missing)}." if run.missing else ""
     rows = [["file", "bytes", "SHA-256"], *([literal(f.name), f"{f.size:,}", f"`{f.sha256}`"] for f in run.files)]
     return "\n\n".join([*texts, "## Files", f"What the numbers were read from.{missing}", grid(rows)]) + "\n"
 
 
 @singledispatch
-def told(part: Part) -> str:
-    """Return a part as Markdown."""
+def as_markdown(part: Part) -> str:
+    """Return a part as Markdown.
+
+    Raises:
+        TypeError: a part of an unknown kind.
+    """
     raise TypeError(f"no Markdown for {type(part).__name__}")
 
 
-@told.register
+@as_markdown.register
 def _(part: Table) -> str:
     head = [f"{literal(column.title)}{ARROWS[column.better]}" for column in part.columns]
     body = [[_cell(cell) for cell in row] for row in part.rows]
@@ -47,52 +58,52 @@ def _(part: Table) -> str:
     return "\n\n".join([grid([head, *body]), literal(part.caption), *(["; ".join(notes) + "."] if notes else [])])
 
 
-@told.register
+@as_markdown.register
 def _(part: Figure) -> str:
     return "\n".join([f"Figure. {literal(part.caption)}\n", *(f"- {literal(panel.alt)}" for panel in part.panels)])
 
 
-@told.register
+@as_markdown.register
 def _(part: Pictures) -> str:
     return "\n".join(f"- {literal(picture.alt)}." for picture in part.pictures)
 
 
-@told.register
+@as_markdown.register
 def _(part: Facts) -> str:
     return "\n".join(f"- {literal(term)}: {literal(cell.text)}" for term, cell in part.facts)
 
 
-@told.register
+@as_markdown.register
 def _(part: Text) -> str:
     return literal(part.text)
 
 
-@told.register
+@as_markdown.register
 def _(part: Diffs) -> str:
-    said = [literal(part.caption) + " Here: ~~left out~~, **written instead**."]
+    lines = [literal(part.caption) + " Here: ~~left out~~, **written instead**."]
     marks = {"same": "", "removed": "~~", "added": "**"}
     for diff in part.diffs:
         rows = [f"- {literal(diff.prompt)} … {literal(diff.base)}"]
         for label, pieces, _ in diff.rows:
             shown = (f"{marks[p.how]}{literal(p.text)}{marks[p.how]}" for p in pieces if p.text.strip())
             rows.append(f"  - {literal(label)}: {' '.join(shown)}")
-        said.append("\n".join(rows))
-    return "\n\n".join(said)
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
 
 
-@told.register
+@as_markdown.register
 def _(part: Samples) -> str:
     return "\n".join([f"{literal(part.title)}:\n", *(f"- {literal(text)}" for text in part.texts)])
 
 
-@told.register
+@as_markdown.register
 def _(part: Source) -> str:
     return ""
 
 
-@told.register
+@as_markdown.register
 def _(part: Browser) -> str:
-    units = sum(len(each["units"]) for each in part.data["sets"])
+    units = sum(len(layer["units"]) for layer in part.data["sets"])
     return f"The page shows contexts of {units:,} units; units.json holds them."
 
 

@@ -3,8 +3,10 @@
 import base64
 import hashlib
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -12,25 +14,16 @@ from markupsafe import Markup
 from mxd.artifacts.provenance import versions
 from mxd.common.errors import MxdError, printable
 from mxd.common.files import whole_file
+from mxd.questions import Question
 from mxd.report.markdown import markdown
 from mxd.report.parts import Section
 from mxd.report.run import Run, read_run
-from mxd.report.sections import (
-    faithfulness,
-    generation,
-    masking,
-    probing,
-    similarity,
-    steering,
-    structure,
-    trained,
-    training,
-    units,
-)
 from mxd.report.svg import swatch
 
-SECTIONS = (trained, faithfulness, training, generation, structure, units, similarity, probing, steering, masking)
-"""The sections in their order; each is there where the run holds what it needs."""
+FOLLOWING = {"faithfulness": ("training",), "units": ("similarity",)}
+"""Sections beside those of the questions, by the question they follow."""
+SECTIONS = ("trained", *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))))
+"""The files in ``sections/`` in the order of the page; each is shown where the run holds what it needs."""
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
@@ -62,7 +55,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Pat
 
 def build_sections(run: Run) -> list[Section]:
     """Return the sections for which the run holds results."""
-    return [found for module in SECTIONS if (found := module.section(run)) is not None]
+    modules = (import_module(f"mxd.report.sections.{name}") for name in SECTIONS)
+    return [section for module in modules if (section := module.section(run)) is not None]
 
 
 def title(run: Run) -> str:
@@ -78,7 +72,7 @@ def _short(model: str) -> str:
 
 
 def html(run: Run, sections: list[Section]) -> str:
-    """Return the page. Nothing in it comes from elsewhere, and its policy lets no other script run."""
+    """Return the page. It loads nothing from elsewhere, and its policy lets no other script run."""
     style, script = _asset("style.css"), _asset("page.js")
     environment = Environment(
         loader=PackageLoader("mxd.report"),

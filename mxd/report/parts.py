@@ -1,4 +1,4 @@
-"""What a report is made of: sections, and the parts that they build out of results; the page and its twin show them."""
+"""What a report is made of: sections, and the parts built from results, for the page and its Markdown twin."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
 NOTHING = "–"
-"""What stands where there is no number."""
+"""Shown where there is no number."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table, and where its value stands in the run's files."""
+    """A cell of a table, and where its value is in the run's files."""
 
     text: str
     source: str = ""
@@ -44,7 +44,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     legend: bool = False
-    """Whether the columns' notes stand below it."""
+    """Whether the columns' notes are printed below it."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Browser:
-    """The unit browser: data that the page's script shows, and what to say where no script runs."""
+    """The unit browser: data that the page's script shows, and a note for where no script runs."""
 
     kind: ClassVar[str] = "browser"
     data: dict[str, Any]
@@ -196,7 +196,7 @@ def measured(result: Node, metric: Metric) -> Cell:
 
 
 def with_error(cell: Cell, error: Node | None) -> Cell:
-    """Return a number with its standard error, where there is one that is finite."""
+    """Return a number with its standard error, where that is there and finite."""
     if error is None or not isinstance(error.value, float) or not math.isfinite(error.value):
         return cell
     return replace(cell, text=f"{cell.text} ± {error.value:.4f}")

@@ -11,7 +11,15 @@ from mxd.planning.time import Speeds, Times, product_seconds
 
 
 def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> Iterator[Table | str]:
-    """Yield the work of a run, its memory by part and phase, what it writes, and the time that so many steps take."""
+    """Yield the work of a run, its memory by part and phase, what it writes, and how long it takes.
+
+    Args:
+        plan: what the run needs.
+        speeds: of the machine, measured.
+        times: seconds of one step, by part.
+        tokens: tokens of one step.
+        steps: steps of the run.
+    """
     yield _work(plan, speeds)
     yield _memory(f"memory of a process on {plan.device}, MiB", plan.memory)
     if plan.host:
@@ -24,7 +32,7 @@ def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: in
 
 
 def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> dict[str, Any]:
-    """Return everything that the tables are made of."""
+    """Return the numbers behind the tables; arguments as ``plan_tables``."""
     return {
         "replacements": {name: layer.num_params for name, (_, layer) in plan.replacements.items()},
         "device": str(plan.device),
@@ -46,10 +54,10 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
     table = Table(title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters", title_justify="left")
     for title in ("", "parameters", "MFLOP a token", "kB moved a token", "floor, us a token"):
         table.add_column(title, justify="right" if title else "left")
-    for name, one in plan.work.items():
+    for name, work in plan.work.items():
         params = f"{plan.replacements[name][1].num_params:,}" if name in plan.replacements else ""
-        floor = product_seconds(one, speeds) if params else one.flops / speeds.base
-        cells = (f"{one.flops / 1e6:,.2f}", f"{(one.moved + one.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
+        floor = product_seconds(work, speeds) if params else work.flops / speeds.base
+        cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, params, *cells)
     return table
 

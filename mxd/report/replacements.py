@@ -12,10 +12,10 @@ from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
 SWEPT = {"num_units", "sparsity.k", "sparsity.l1"}
-"""Fields along which one line of a figure runs; all others tell lines apart."""
+"""Fields that vary along one line of a figure; all others distinguish lines."""
 
 USUAL_K = 32
-"""The K at which the paper looks at units; of several, figures of units show the nearest."""
+"""The K at which the paper looks at units; where there are several, figures of units show the nearest."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Replacement:
     method: str
     """The method's short name, or the name itself for what is not a layer of this run."""
     variant: str = ""
-    """What tells it from others of its method: ``relu``, ``rank share 0.25``."""
+    """What distinguishes it from others of its method: ``relu``, ``rank share 0.25``."""
     k: int | None = None
     budget: str = ""
     """Its sparsity: ``k32``, ``l1-0.001``."""
@@ -52,12 +52,12 @@ class Replacement:
 
     @property
     def label(self) -> str:
-        """What it is called where all of a run stand side by side."""
+        """Its name where all replacements of a run stand side by side."""
         return ", ".join(filter(None, [self.line, self.budget, self.where]))
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What results are sorted by: the run's own first, then by layer, method, variant and K."""
+        """The sort key of results: the run's own first, then by block, method, variant and K."""
         known = list(STYLES)
         method = known.index(self.method) if self.method in known else len(known)
         layer = self.layer if self.layer is not None else math.inf
@@ -65,11 +65,11 @@ class Replacement:
 
 
 Results = Sequence[tuple[Replacement, Node]]
-"""What was measured, beside what was measured of it."""
+"""Replacements, each with its results."""
 
 
 def own_replacements(layers: Sequence[Layer]) -> dict[str, Replacement]:
-    """Return what a run's own layers are called, by the names of their folders."""
+    """Return how a run's own layers are named, by their folders."""
     several = len({layer.provenance.block for layer in layers}) > 1
     return {
         layer.name: Replacement(
@@ -87,11 +87,11 @@ def own_replacements(layers: Sequence[Layer]) -> dict[str, Replacement]:
 
 
 def other_replacement(name: str, described: Node | None) -> Replacement:
-    """Return what something is called that is no layer of this run.
+    """Return how something is named that is no layer of this run.
 
     Args:
         name: its name in the results.
-        described: what the results say of it (``mxd.evaluation.checkpoints.describe``): of one layer, or a list.
+        described: what the results say about it (``mxd.evaluation.checkpoints.describe``): of one layer, or a list.
     """
     if described is not None and isinstance(described.value, list):
         described = described[0] if len(described.value) == 1 else None
@@ -110,7 +110,7 @@ def other_replacement(name: str, described: Node | None) -> Replacement:
 
 
 def usual(results: Results) -> list[tuple[Replacement, Node]]:
-    """Return of each layer and line the result whose K is nearest to ``USUAL_K``, and everything without a K."""
+    """Return the result whose K is nearest to ``USUAL_K`` for each block and line, and everything without a K."""
     nearest: dict[tuple[int | None, str], float] = {}
     for replacement, _ in results:
         key = replacement.layer, replacement.line
@@ -122,12 +122,12 @@ def _distance(replacement: Replacement) -> float:
     return 0.0 if replacement.k is None else abs(math.log(replacement.k / USUAL_K))
 
 
-def _alike(one: Layer, other: Layer) -> bool:
-    return (one.config.label, one.provenance.block) == (other.config.label, other.provenance.block)
+def _alike(layer: Layer, other: Layer) -> bool:
+    return (layer.config.label, layer.provenance.block) == (other.config.label, other.provenance.block)
 
 
 def _variant(layer: Layer, group: Iterable[Layer]) -> str:
-    """Return the fields that tell a layer from the others of its method and block; none that tells nothing new."""
+    """Return the fields that distinguish a layer from the others of its method and block, without redundant ones."""
     flat = {other.name: _flat(other.config) for other in group}
     keys = dict.fromkeys(key for fields in flat.values() for key in fields if key not in SWEPT)
     chosen: list[str] = []

@@ -9,12 +9,10 @@ from typing import Any
 from mxd.artifacts.folders import find_layers, read_layer
 from mxd.common.errors import MxdError
 from mxd.common.parsing import parse_json
-from mxd.metrics import METRICS, NMSE
+from mxd.metrics import NMSE
+from mxd.questions import RESULTS
 from mxd.report.replacements import Layer, Replacement, other_replacement, own_replacements
 from mxd.report.source import Node, read_document
-
-KINDS = tuple(METRICS)
-"""Evaluations that a report knows: each is ``KIND.json``, or ``KIND-together.json`` for several layers at once."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Run:
     folder: Path
     layers: list[Layer] = field(default_factory=list)
     documents: dict[str, list[Node]] = field(default_factory=dict)
-    """Kind -> what was measured: alone, and together."""
+    """Kind of results (``RESULTS``) -> its files: layers measured one by one, and several together."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     """The text of ``config.yaml``."""
@@ -41,8 +39,8 @@ class Run:
 
     @property
     def missing(self) -> list[str]:
-        """The kinds of which there are no results."""
-        return [kind for kind in KINDS if kind not in self.documents]
+        """The kinds of results that are not there."""
+        return [kind for kind in RESULTS if kind not in self.documents]
 
     @cached_property
     def replacements(self) -> dict[str, Replacement]:
@@ -50,14 +48,14 @@ class Run:
         return own_replacements(self.layers)
 
     def results(self, kind: str) -> list[tuple[Replacement, Node]]:
-        """Return a kind's results by layer, method, variant and K; what is not a layer of this run comes last."""
-        found = []
+        """Return the results of a kind by block, method, variant and K; what is not a layer of this run comes last."""
+        results = []
         for document in self.documents.get(kind, []):
             members = document.get("replacements")
             for name, result in document["results"].items():
                 described = members.get(name) if members else result.get("replacements")
-                found.append((self.replacement(name, described), result))
-        return sorted(found, key=lambda pair: pair[0].order)
+                results.append((self.replacement(name, described), result))
+        return sorted(results, key=lambda pair: pair[0].order)
 
     def replacement(self, name: str, described: Node | None = None) -> Replacement:
         """Return the replacement of a name in results.
@@ -82,7 +80,7 @@ def read_run(folder: Path) -> Run:
     for path in _layers(folder):
         run.layers.append(Layer(path.resolve().name, *read_layer(path), path))
         used[f"{run.layers[-1].name}/config.json"] = path / "config.json"
-    for kind in KINDS:
+    for kind in RESULTS:  # in KIND-together.json several layers were spliced in at once
         names = [name for name in (f"{kind}.json", f"{kind}-together.json") if (folder / name).is_file()]
         if names:
             run.documents[kind] = [read_document(folder / name) for name in names]
@@ -96,22 +94,22 @@ def read_run(folder: Path) -> Run:
         used[config.name] = config
     if not used:
         raise MxdError(
-            f"nothing to report in {str(folder)!r}: no trained layers and none of {', '.join(KINDS)} (.json)."
+            f"nothing to report in {str(folder)!r}: no trained layers and none of {', '.join(RESULTS)} (.json)."
         )
     run.files = [_describe(name, path) for name, path in used.items()]
     return run
 
 
 def _layers(folder: Path) -> list[Path]:
-    """Return the folders of the layers; none is no error, since results alone are worth a page."""
+    """Return the folders of the layers; there may be none, since results alone are worth a page."""
     try:
-        return find_layers(folder.absolute())  # absolute, so that no folder is taken for a name on the Hub
+        return find_layers(folder.absolute())  # absolute: never a name on the Hub
     except MxdError:
         return []
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = parse_json(line)
@@ -120,8 +118,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
             raise MxdError(
                 f"{path}, line {number}, is not what `mxd train` writes; delete it from there on."
             ) from error
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _describe(name: str, path: Path) -> File:

@@ -1,4 +1,4 @@
-"""Values of JSON files that remember where they stand, so that every number on a page can be traced."""
+"""Values of JSON files that know where they are in the file, so that every number on a page can be traced."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from mxd.common.parsing import parse_json
 
 @dataclass(frozen=True)
 class Node:
-    """A value of a JSON file, with its place there as a JSON pointer (RFC 6901).
+    """A value of a JSON file, with its position there as a JSON pointer (RFC 6901).
 
-    Looking up what is not there, or reading it as what it is not, is an ``MxdError`` that names file and place.
+    Looking up what is missing, or reading a value as another type, raises an ``MxdError`` with file and pointer.
     """
 
     value: Any
@@ -24,32 +24,32 @@ class Node:
 
     @property
     def source(self) -> str:
-        """Where the value stands, for example ``units.json#/results/a~1b/dead``."""
+        """Where the value is, for example ``units.json#/results/a~1b/dead``."""
         return f"{self.file}#{self.pointer}"
 
     def __getitem__(self, key: str | int) -> "Node":
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise self._wrong(f"has no {key!r}")
-        return found
+        return value
 
     def get(self, key: str | int) -> "Node | None":
-        """Return what stands under a key or an index, ``None`` where nothing does."""
+        """Return the value of a key or an index, ``None`` where there is none."""
         known = isinstance(self.value, list) and isinstance(key, int) and -1 < key < len(self.value)
         if not known and not (isinstance(self.value, dict) and key in self.value):
             return None
-        place = str(key).replace("~", "~0").replace("/", "~1")
-        return Node(self.value[key], self.file, f"{self.pointer}/{place}")
+        token = str(key).replace("~", "~0").replace("/", "~1")
+        return Node(self.value[key], self.file, f"{self.pointer}/{token}")
 
     def follow(self, path: str) -> "Node | None":
-        """Return what stands at the end of a path, names divided by dots; ``None`` where nothing does."""
-        found: Node | None = self
+        """Return the value at the end of a path, names separated by dots; ``None`` where there is none."""
+        node: Node | None = self
         for name in path.split("."):
-            found = found.get(name) if found is not None else None
-        return found
+            node = node.get(name) if node is not None else None
+        return node
 
     def items(self) -> Iterator[tuple[str, "Node"]]:
-        """Yield the entries of an object."""
+        """Yield the entries of an object; raises an ``MxdError`` for anything else."""
         if not isinstance(self.value, dict):
             raise self._wrong("is not an object")
         return ((key, self[key]) for key in self.value)
@@ -60,7 +60,7 @@ class Node:
         return (self[i] for i in range(len(self.value)))
 
     def number(self) -> float:
-        """Return a number; ``nan`` for null."""
+        """Return a number, ``nan`` for null; raises an ``MxdError`` for anything else."""
         if self.value is None:
             return math.nan
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
@@ -69,21 +69,21 @@ class Node:
 
     def numbers(self) -> list[float]:
         """Return a list of numbers."""
-        if isinstance(self.value, list) and all(type(each) in (float, int) for each in self.value):
-            return [float(each) for each in self.value]
-        return [each.number() for each in self]
+        if isinstance(self.value, list) and all(type(value) in (float, int) for value in self.value):
+            return [float(value) for value in self.value]
+        return [value.number() for value in self]
 
     def text(self) -> str:
-        """Return a text."""
+        """Return a text; raises an ``MxdError`` for anything else."""
         if not isinstance(self.value, str):
             raise self._wrong("is not a text")
         return self.value
 
     def texts(self) -> list[str]:
         """Return a list of texts."""
-        if isinstance(self.value, list) and all(isinstance(each, str) for each in self.value):
+        if isinstance(self.value, list) and all(isinstance(value, str) for value in self.value):
             return list(self.value)
-        return [each.text() for each in self]
+        return [value.text() for value in self]
 
     def _wrong(self, problem: str) -> MxdError:
         return MxdError(f"{self.source} {problem}; measure again with this version of mxd, or delete the file.")
@@ -93,7 +93,7 @@ def read_document(path: Path) -> Node:
     """Read a JSON file that holds an object.
 
     Raises:
-        MxdError: it cannot be read, or is something else.
+        MxdError: it cannot be read, or holds something else.
     """
     try:
         value = parse_json(read_text(path))

@@ -1,7 +1,7 @@
 """Small charts as inline SVG: lines, and rows of dots.
 
 Drawn here and not by matplotlib because colours follow the page's light or dark theme through its style sheet (the
-page allows no inline styles), text stays text, and every point carries its number and where that stands.
+page allows no inline styles), text stays text, and every point carries its number and where that comes from.
 """
 
 import math
@@ -16,13 +16,13 @@ from mxd.report.parts import Key, Panel
 WIDTH, HEIGHT = 340.0, 244.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 40.0
 CAPTION = 16.0
-"""Room for the name of the upright axis, above it."""
+"""Room above the vertical axis for its name."""
 Scale = Literal["linear", "log"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point, its range of uncertainty, and where its value stands."""
+    """A point, its range of uncertainty, and where its value comes from."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class Line:
     points: Sequence[Point]
     marks: bool = True
     interval: bool = False
-    """Show the ranges as a interval, not as bars."""
+    """Show the ranges as a shaded interval, not as bars."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Axis:
 
 
 class _Span:
-    """An axis laid over pixels."""
+    """An axis mapped to pixels."""
 
     def __init__(self, axis: Axis, values: Iterable[float], start: float, end: float) -> None:
         from matplotlib.ticker import LogLocator, MaxNLocator
@@ -99,7 +99,14 @@ class _Span:
 
 
 def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
-    """Draw lines."""
+    """Draw lines.
+
+    Args:
+        title: of the panel; where the vertical axis has the same name, it is not repeated.
+        x: the horizontal axis.
+        y: the vertical axis.
+        drawn: the lines; points that are not finite, or not positive on a logarithmic axis, are left out.
+    """
     across = _Span(x, (p.x for line in drawn for p in line.points), LEFT, WIDTH - RIGHT)
     ends = [v for line in drawn for p in line.points for v in (p.y, p.low, p.high) if v is not None]
     top = TOP if y.label == title else TOP + CAPTION
@@ -113,7 +120,13 @@ def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
 
 
 def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Point]]]]) -> Panel:
-    """Draw one row for each name, with a dot for each value on a common axis."""
+    """Draw one row for each name, with a dot for each value on a common axis.
+
+    Args:
+        title: of the panel.
+        x: the common axis.
+        rows: name and dots of each row.
+    """
     longest = min(max((len(name) for name, _ in rows), default=0), 24)
     pitch = max(24.0, 6.0 * max((len(row) for _, row in rows), default=0) + 10)
     left, height = 16 + 6.4 * longest, pitch * len(rows) + TOP + BOTTOM
@@ -135,8 +148,8 @@ def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Poin
             for i, (key, p) in enumerate(row)
             if math.isfinite(p.x)
         ]
-    said = "; ".join(f"{name}: " + ", ".join(f"{key.label} {x.said(p.x)}" for key, p in row) for name, row in rows)
-    alt = f"{title}. {x.label}. {said}."
+    values = "; ".join(f"{name}: " + ", ".join(f"{key.label} {x.said(p.x)}" for key, p in row) for name, row in rows)
+    alt = f"{title}. {x.label}. {values}."
     return Panel(title, _svg(parts, height, alt), alt)
 
 
@@ -177,7 +190,7 @@ def _grid_x(x: Axis, across: _Span, top: float, floor: float) -> Markup:
 
 
 def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis, y: Axis) -> Markup:
-    places = [(across(p.x), up(p.y)) for p in points]
+    pixels = [(across(p.x), up(p.y)) for p in points]
     parts = []
     ranged = [(across(p.x), up(p.low), up(p.high)) for p in points if p.low is not None and p.high is not None]
     if line.interval and ranged:
@@ -186,20 +199,20 @@ def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis
     elif ranged:
         bars = "".join(f"M{a} {low}V{high}" for a, low, high in ranged)
         parts.append(Markup('<path class="bar" d="{}"/>').format(bars))
-    if len(places) > 1:
-        track = "L".join(f"{a} {b}" for a, b in places)
+    if len(pixels) > 1:
+        track = "L".join(f"{a} {b}" for a, b in pixels)
         parts.append(Markup('<path class="line d{}" d="M{}"/>').format(min(line.key.dash, 3), track))
-    if line.marks or len(places) == 1:
+    if line.marks or len(pixels) == 1:
         parts += [
             _mark(line.key, a, b, f"{line.key.label}, {x.said(p.x)}: {y.said(p.y)}", p.source)
-            for (a, b), p in zip(places, points, strict=True)
+            for (a, b), p in zip(pixels, points, strict=True)
         ]
     return Markup('<g class="s{}">{}</g>').format(line.key.slot, Markup("").join(parts))
 
 
-def _mark(key: Key, x: float, y: float, said: str, source: str) -> Markup:
-    told = Markup("<title>{}</title>").format(f"{said} ({source})" if source else said)
-    return Markup('<g data-source="{}">{}{}</g>').format(source, _shape(key, x, y), told)
+def _mark(key: Key, x: float, y: float, label: str, source: str) -> Markup:
+    tooltip = Markup("<title>{}</title>").format(f"{label} ({source})" if source else label)
+    return Markup('<g data-source="{}">{}{}</g>').format(source, _shape(key, x, y), tooltip)
 
 
 def _shape(key: Key, x: float, y: float) -> Markup:
@@ -217,15 +230,15 @@ def _shape(key: Key, x: float, y: float) -> Markup:
 
 
 def _alt(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> str:
-    """Say what a chart shows: where each line begins and ends."""
-    said = []
+    """Describe a chart in words: where each line begins and ends."""
+    ranges = []
     for line in drawn:
         points = [p for p in line.points if math.isfinite(p.y)]
         if points:
             ends = dict.fromkeys((points[0], points[-1]))
-            said.append(f"{line.key.label}: " + ", ".join(f"{y.said(p.y)} at {x.said(p.x)}" for p in ends))
+            ranges.append(f"{line.key.label}: " + ", ".join(f"{y.said(p.y)} at {x.said(p.x)}" for p in ends))
     about = f"{y.label} against {x.label}"
-    return ". ".join([*([] if title == y.label else [title]), about, "; ".join(said)]) + "."
+    return ". ".join([*([] if title == y.label else [title]), about, "; ".join(ranges)]) + "."
 
 
 def _thousands(value: float) -> str:

@@ -13,9 +13,9 @@ HEAD = ("method", "block", "sparsity")
 
 
 def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Return both tables as cells, the header first: a row for each splice, by layer, method and K.
+    """Return both tables as cells, the header first: a row for each splice, by block, method and K.
 
-    Several layers spliced at once give averages over layers.
+    A splice of several layers shows averages over them.
     """
     results = sorted(evaluation["results"].items(), key=_order)
     faithful = [
@@ -49,8 +49,8 @@ def _order(item: tuple[str, Any]) -> tuple[int, str, int]:
 
 
 def terminal_tables(evaluation: Mapping[str, Any], width: int = WIDTH) -> list[Table]:
-    """Return an evaluation as rich tables for so many columns of text; one that is wider goes on in others below."""
-    found = []
+    """Return an evaluation as rich tables that fit into ``width`` characters; wider ones are split into several."""
+    fitted = []
     titles = caption(evaluation), *list(QUESTIONS)[1:]
     for title, rows in zip(titles, tables(evaluation), strict=True):
         for i, chosen in enumerate(_fitting(rows, width)):
@@ -59,12 +59,12 @@ def terminal_tables(evaluation: Mapping[str, Any], width: int = WIDTH) -> list[T
                 table.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
             for row in rows[1:]:
                 table.add_row(*(row[column] for column in chosen))
-            found.append(table)
-    return found
+            fitted.append(table)
+    return fitted
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """Return the columns of each table, which all begin with those that say which splice a row is."""
+    """Return the columns of each table; all begin with those that identify the splice."""
     widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
     head = list(range(len(HEAD)))
     parts = [head]
@@ -76,7 +76,7 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
 
 
 def markdown_tables(evaluation: Mapping[str, Any]) -> str:
-    """Return the same tables in Markdown, with what their columns mean."""
+    """Return the same tables in Markdown, with the meaning of their columns."""
     parts = [caption(evaluation)]
     for (title, metrics), rows in zip(QUESTIONS.items(), tables(evaluation), strict=True):
         parts += [f"**{title}**", grid(rows), explained(metrics)]
@@ -84,7 +84,7 @@ def markdown_tables(evaluation: Mapping[str, Any]) -> str:
 
 
 def tasks_table(scores: Mapping[str, Any]) -> Table:
-    """Return a rich table of lm-eval scores: a row for each task's metric, the base model and each splice beside it."""
+    """Return a rich table of lm-eval scores: a row for each metric, a column for the base model and each splice."""
     limit = f", at most {scores['limit']} documents of each" if scores["limit"] else ""
     table = Table(title=f"lm-eval {scores['version']}{limit}", title_justify="left")
     columns = {"base": scores["base"], **scores["spliced"]}
@@ -110,8 +110,8 @@ def caption(evaluation: Mapping[str, Any]) -> str:
         for result in evaluation["results"].values()
     }
     listed = "; ".join(
-        f"block {', '.join(map(str, place))}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
-        for place, (zero, mean) in ablations.items()
+        f"block {', '.join(map(str, blocks))}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
+        for blocks, (zero, mean) in ablations.items()
     )
     data = evaluation["data"]
     return (

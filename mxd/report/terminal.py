@@ -25,9 +25,9 @@ from mxd.metrics import (
 
 
 def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield a layer's name, a line on all its units, and for each that is shown one with its strongest context."""
+    """Yield a layer's name, a line about all its units, and for each shown unit a line with its strongest context."""
     yield Text(name, style="bold")
-    shared = ", ".join(f"{one['unit']} ({one['rate']:.0%})" for one in result["shared"][:8]) or "none"
+    shared = ", ".join(f"{frequent['unit']} ({frequent['rate']:.0%})" for frequent in result["shared"][:8]) or "none"
     count = len(result["rates"])
     yield Text(
         f"{count:,} units over {result['tokens']:,} tokens; {DEAD_UNITS.title}: "
@@ -39,17 +39,17 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
         line = Text(f"{unit:>7}  {rate}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
         if page["intervals"]:
             context = page["intervals"][0]["contexts"][0]
-            for place, token in enumerate(context["tokens"]):
-                line.append(_visible(token), style="bold reverse" if place == context["at"] else "")
+            for position, token in enumerate(context["tokens"]):
+                line.append(_visible(token), style="bold reverse" if position == context["at"] else "")
         yield line
 
 
-def structure_table(found: Mapping[str, Any]) -> Table:
+def structure_table(results: Mapping[str, Any]) -> Table:
     """Return ranks and the units that lead most often: a row for each layer."""
     table = Table(title="Structure: rank of the units' weights; units that lead", title_justify="left")
     for title in ("layer", NORMALIZED_RANK.title, RANKED.title, "shape", LEADER.title):
         table.add_column(title, justify="left" if title == "layer" else "right")
-    for name, result in found["results"].items():
+    for name, result in results["results"].items():
         leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
         ranks = NORMALIZED_RANK.form.format(result["normalized_rank"]), RANKED.form.format(result["experts"])
         table.add_row(name, *ranks, shape, f"{LEADER.form.format(leader['share'])} #{leader['unit']}")
@@ -63,7 +63,7 @@ def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
     for title in ("first", "second", "third"):
         table.add_column(title, no_wrap=True)
     for row in result["leading"]:
-        units = (f"#{one['unit']} {one['activation']:.3g} ({one['rate']:.1%})" for one in row["units"])
+        units = (f"#{unit['unit']} {unit['activation']:.3g} ({unit['rate']:.1%})" for unit in row["units"])
         table.add_row(row["prompt"], *units)
     return table
 
@@ -77,15 +77,15 @@ def masking_table(name: str, result: Mapping[str, Any]) -> Table:
         cells = [f"{result['units'][domain]:,}", f"{result['loss'][row]:.4f}"]
         for key in ("matrix", "control"):
             others = [change for column, change in enumerate(result[key][row]) if column != row]
-            own = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
-            cells += [*own, OTHERS.form.format(sum(others) / len(others))]
+            target = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
+            cells += [*target, OTHERS.form.format(sum(others) / len(others))]
         table.add_row(domain, *cells)
     table.add_row("mean", "", "", *(metric.form.format(result[metric.key]) for metric in MASKING))
     return table
 
 
 def purging_table(name: str, result: Mapping[str, Any]) -> Table:
-    """Return the loss changes from purging: thresholds in rows, with how many units reach them by mere chance."""
+    """Return the loss changes from purging: thresholds in rows, with the number of units that reach them by chance."""
     title = (
         f"{name}: change of the loss (nats per token, ± s.e.) when units that go with the score are masked; "
         f"low scores: up to {result['mean_score']:g}"
@@ -107,7 +107,7 @@ def _visible(token: str) -> str:
 
 
 def terminal_diff(example: Mapping[str, Any]) -> Text:
-    """Return a prompt with both continuations: what agrees from the first token on in green, the rest in red."""
+    """Return a prompt with both continuations: the agreeing beginning in green, the rest in red."""
     base, spliced = example["base_tokens"], example["spliced_tokens"]
     agreed = next((n for n, (a, b) in enumerate(zip(base, spliced, strict=True)) if a != b), len(base))
     text = Text(f"prompt   {example['prompt_text']}\n")

@@ -121,16 +121,16 @@ def gguf_parts() -> tuple[Pairs, Tensors]:
 
 def gguf_bytes(pairs: Pairs, tensors: Tensors, counts: tuple[int, int] | None = None, version: int = 3) -> bytes:
     """Return a GGUF file; sizes and kinds that no file can hold are cut to what fits their field."""
-    found = [struct.pack("<4sIQQ", b"GGUF", version, *(counts or (len(tensors), len(pairs))))]
+    parts = [struct.pack("<4sIQQ", b"GGUF", version, *(counts or (len(tensors), len(pairs))))]
     for name, kind, value in pairs:
-        found += [_text(name), struct.pack("<I", kind % 2**32), _value(kind, value)]
+        parts += [_text(name), struct.pack("<I", kind % 2**32), _value(kind, value)]
     at, body = 0, b""
     for name, shape, kind, data in tensors:
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *(int(size) % 2**64 for size in shape))
-        found += [_text(name), sizes, struct.pack("<IQ", kind % 2**32, at)]
+        parts += [_text(name), sizes, struct.pack("<IQ", kind % 2**32, at)]
         body += data + b"\0" * (-len(data) % 32)
         at = len(body)
-    head = b"".join(found)
+    head = b"".join(parts)
     return head + b"\0" * (-len(head) % 32) + body
 
 
@@ -142,7 +142,7 @@ def _text(text: str) -> bytes:
 def _value(kind: int, value: Any) -> bytes:
     if kind == 9:
         inner, members = value
-        return struct.pack("<IQ", inner % 2**32, len(members)) + b"".join(_value(inner, each) for each in members)
+        return struct.pack("<IQ", inner % 2**32, len(members)) + b"".join(_value(inner, item) for item in members)
     if kind not in NUMBERS:
         return _text(str(value))
     if NUMBERS[kind] in "fd":
@@ -154,8 +154,8 @@ def _value(kind: int, value: Any) -> bytes:
 
 def _float(value: Any) -> float:
     try:
-        found = float(value)
-        struct.pack("<f", found)
-        return found
+        value = float(value)
+        struct.pack("<f", value)
+        return value
     except (TypeError, ValueError, OverflowError):
         return float("nan")

@@ -1,4 +1,4 @@
-"""What hostile input is made of: values nobody expects, valid documents with something wrong in them, damaged bytes."""
+"""Hostile input: unexpected values, valid documents with something wrong in them, damaged bytes."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ Draw = Callable[[Any], Any]
 """Draws from a strategy."""
 
 MARK = "<mxdx onload=alert(1)>"
-"""Text that must never stand as it is on a page or in a card."""
+"""Text that must never appear unescaped on a page or in a card."""
 ROOT = "@ROOT@"
 """Stands for the watched folder; ``localised`` puts its path there."""
 
@@ -135,7 +135,7 @@ def damaged_tensors(draw: Draw, data: bytes, others: Sequence[bytes] = ()) -> by
         return damaged(draw, data, others)
     if not isinstance(header, dict):
         return damaged(draw, data, others)
-    names = [name for name, said in header.items() if _lists(said, "shape", "data_offsets")]
+    names = [name for name, entry in header.items() if _lists(entry, "shape", "data_offsets")]
     kind = draw(st.integers(0, 9))
     if names and kind < 8:
         name = names[draw(chances) % len(names)]
@@ -171,8 +171,8 @@ def damaged_tensors(draw: Draw, data: bytes, others: Sequence[bytes] = ()) -> by
     return struct.pack("<Q", stated) + raw + body
 
 
-def _lists(said: Any, *names: str) -> bool:
-    return isinstance(said, dict) and all(isinstance(said.get(name), list) for name in names)
+def _lists(entry: Any, *names: str) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), list) for name in names)
 
 
 def localised(value: Any, root: Path) -> Any:
@@ -180,8 +180,8 @@ def localised(value: Any, root: Path) -> Any:
     if isinstance(value, str):
         return value.replace(ROOT, str(root))
     if isinstance(value, dict):
-        return {localised(key, root): localised(each, root) for key, each in value.items()}
-    return [localised(each, root) for each in value] if isinstance(value, list) else value
+        return {localised(key, root): localised(item, root) for key, item in value.items()}
+    return [localised(item, root) for item in value] if isinstance(value, list) else value
 
 
 def write_json(path: Path, value: Any, root: Path) -> None:
@@ -225,18 +225,18 @@ def spoil_folder(draw: Draw, folder: Path, root: Path) -> None:
         b".hidden",
         b"x" * 255,
     )
-    place = os.fsencode(folder) + b"/" + draw(st.sampled_from(names))
+    entry = os.fsencode(folder) + b"/" + draw(st.sampled_from(names))
     kind = draw(st.integers(0, 5))
     layers = [path.parent for path in entries if path.name in ("config.json", "cfg.json")]
     if kind == 0:
-        os.mkfifo(place)
+        os.mkfifo(entry)
     elif kind == 1:
-        os.symlink(place, place)
+        os.symlink(entry, entry)
     elif kind == 2:
-        os.symlink(os.fsencode(folder), place)  # a folder within itself
+        os.symlink(os.fsencode(folder), entry)  # a folder within itself
     elif kind == 3 and layers:
-        os.symlink(os.fsencode(layers[draw(chances) % len(layers)]), place)
+        os.symlink(os.fsencode(layers[draw(chances) % len(layers)]), entry)
     elif kind == 4 and layers and layers[0] != folder:
-        os.rename(layers[0], place)
+        os.rename(layers[0], entry)
     else:
-        os.mkdir(place)
+        os.mkdir(entry)

@@ -1,4 +1,4 @@
-"""Everything that reads what others wrote: how a hostile input for it is made, and what is called with it."""
+"""Everything that reads files that others wrote: how hostile input for it is made, and what is called with it."""
 
 import contextlib
 import csv
@@ -53,13 +53,13 @@ class Target:
     make: Callable[[Draw, Path, Any], Load]
     """Writes one input under ``root/input`` and returns what reads it; only ``root/out`` may change then."""
     share: int = 10
-    """How many inputs it gets, relative to the others."""
+    """The share of inputs it gets, relative to the others."""
     own: tuple[str, ...] = ("out",)
     """What it may change in the watched folder."""
 
 
 def frozen() -> Any:
-    """Return the bundled model that everything here belongs to."""
+    """Return the bundled model that everything here is made for."""
     from mxd.model.loading import load_frozen
 
     return load_frozen("tiny-gpt2", device="cpu")
@@ -80,8 +80,8 @@ def layers(folder: Path) -> Path:
         {"method": "topk_sae", "sparsity": {"kind": "relu_l1", "l1": 0.1}},
     ]
     for number, fields in enumerate(kinds):
-        given = {"d_in": 6, "d_out": 6, "num_units": 7, "sparsity": {"kind": "topk", "k": 2}, **fields}
-        config = parse_layer(given)
+        sizes = {"d_in": 6, "d_out": 6, "num_units": 7, "sparsity": {"kind": "topk", "k": 2}, **fields}
+        config = parse_layer(sizes)
         about = Provenance(
             model="tiny-gpt2",
             revision=None,
@@ -98,7 +98,7 @@ def layers(folder: Path) -> Path:
 
 
 def others(folder: Path, suffix: str) -> list[bytes]:
-    """Return all files of a kind, to splice from."""
+    """Return all files of a kind, from which bytes are spliced in."""
     return [path.read_bytes() for path in sorted(folder.rglob(f"*{suffix}"))]
 
 
@@ -176,8 +176,10 @@ def _fit_hash(folder: Path) -> None:
     config, tensors = folder / "config.json", folder / "model.safetensors"
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         if all(path.is_file() and not path.is_symlink() for path in (config, tensors)):
-            held = json.loads(config.read_text()) | {"tensors_sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()}
-            config.write_text(json.dumps(held))
+            sealed = json.loads(config.read_text()) | {
+                "tensors_sha256": hashlib.sha256(tensors.read_bytes()).hexdigest()
+            }
+            config.write_text(json.dumps(sealed))
 
 
 def huge_layer(draw: Draw, root: Path, source: Path) -> Load:
@@ -241,23 +243,23 @@ def run_state(draw: Draw, root: Path, source: Path) -> Load:
     shutil.copytree(source, root / "input")
     spoil_files(draw, root / "input", root, source)
     if draw(st.booleans()):
-        for place in (root / "input" / "state").iterdir():
-            _fit_manifest(place)
+        for folder in (root / "input" / "state").iterdir():
+            _fit_manifest(folder)
 
     def load() -> None:
-        found = load_state(root / "input" / "state")
-        for part in found.parts if found else ():
-            found.tensors(part)
+        newest = load_state(root / "input" / "state")
+        for part in newest.parts if newest else ():
+            newest.tensors(part)
 
     return load
 
 
-def _fit_manifest(place: Path) -> None:
-    files = [f for f in place.glob("*") if f.is_file() and not f.is_symlink() and f.name != "manifest.json"]
-    found = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files}
-    if place.is_dir() and not (place / "manifest.json").is_dir() and not (place / "manifest.json").is_fifo():
-        (place / "manifest.json").unlink(missing_ok=True)
-        (place / "manifest.json").write_text(json.dumps({"format": 4, "files": found}, ensure_ascii=True))
+def _fit_manifest(folder: Path) -> None:
+    files = [f for f in folder.glob("*") if f.is_file() and not f.is_symlink() and f.name != "manifest.json"]
+    entries = {f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files}
+    if folder.is_dir() and not (folder / "manifest.json").is_dir() and not (folder / "manifest.json").is_fifo():
+        (folder / "manifest.json").unlink(missing_ok=True)
+        (folder / "manifest.json").write_text(json.dumps({"format": 4, "files": entries}, ensure_ascii=True))
 
 
 def cache(folder: Path) -> Any:
@@ -273,22 +275,22 @@ def cache(folder: Path) -> Any:
     }
     config, base = parse_config(raw), frozen()
     cache_activations(config, folder / "cache", base)
-    held = json.loads((folder / "cache" / "cache.json").read_text())
-    return folder, {name: value for name, value in held.items() if name not in ("format", "dtype")}
+    about = json.loads((folder / "cache" / "cache.json").read_text())
+    return folder, {name: value for name, value in about.items() if name not in ("format", "dtype")}
 
 
 def cached(draw: Draw, root: Path, prepared: Any) -> Load:
     """An activation cache; the attacker knows how to seal one."""
     from mxd.data.reading import cached_batches, cached_tokens, check_cache
 
-    source, wanted = prepared
+    source, identity = prepared
     shutil.copytree(source / "cache", root / "input")
     spoil_files(draw, root / "input", root, source)
     if draw(st.booleans()):
         _seal_shards(root / "input")
 
     def load() -> None:
-        check_cache(root / "input", wanted)
+        check_cache(root / "input", identity)
         cached_tokens(root / "input")
         for _ in cached_batches(root / "input", [0]):
             pass
@@ -303,13 +305,13 @@ def _seal_shards(folder: Path) -> None:
         for path in folder.glob("shard-*.json"):
             if not all(p.is_file() and not p.is_symlink() for p in (path, folder / "cache.json")):
                 continue
-            said = json.loads(path.read_text())
+            entry = json.loads(path.read_text())
             data = path.with_suffix(".safetensors")
             if data.is_file() and not data.is_symlink():
-                said |= {"size": data.stat().st_size, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
-            said.pop("seal", None)
-            said["seal"] = seal_of(json.loads((folder / "cache.json").read_text()), said)
-            path.write_text(json.dumps(said))
+                entry |= {"size": data.stat().st_size, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+            entry.pop("seal", None)
+            entry["seal"] = seal_of(json.loads((folder / "cache.json").read_text()), entry)
+            path.write_text(json.dumps(entry))
 
 
 # Other tools' files
@@ -377,18 +379,18 @@ def importing(tool: str) -> Target:
         if tool == "reference":
             at = at / draw(st.sampled_from(("dunefsky.pt", "mxd.pt")))
             if draw(st.booleans()):
-                found = torch.load(at, weights_only=True)
+                saved = torch.load(at, weights_only=True)
                 spoil = draw(st.sampled_from(("cfg", "state_dict", "whole", "tensor")))
                 if spoil == "tensor":
-                    name = sorted(found["state_dict"])[draw(st.integers(0, 4))]
+                    name = sorted(saved["state_dict"])[draw(st.integers(0, 4))]
                     shape = draw(st.sampled_from(((), (0,), (5,), (5, 5), (0, 64), (64, 0), (5, 64, 1))))
                     kinds = (torch.float64, torch.int64, torch.complex64, torch.bool)
-                    found["state_dict"][name] = torch.ones(shape, dtype=draw(st.sampled_from(kinds)))
+                    saved["state_dict"][name] = torch.ones(shape, dtype=draw(st.sampled_from(kinds)))
                 elif spoil == "whole":
-                    found = localised(spoilt(draw, found), root)
+                    saved = localised(spoilt(draw, saved), root)
                 else:
-                    found[spoil] = localised(spoilt(draw, found[spoil]), root)
-                torch.save(found, at)
+                    saved[spoil] = localised(spoilt(draw, saved[spoil]), root)
+                torch.save(saved, at)
         else:
             at = root / "input"
         if not (tool == "reference" and draw(st.booleans())):
@@ -434,8 +436,8 @@ def _bomb(draw: Draw, depth: int, width: int) -> str:
             lines.append(f"a{level}: &a{level} {{{named}}}")
         else:
             lines.append(f"a{level}: &a{level} {{<<: [{inner}], y{level}: 1}}")
-    place = draw(st.sampled_from(("replacements", "blocks", "run", "data")))
-    return "\n".join([*lines, f"{place}: {'[' if kind else ''}*a{depth - 1}{']' if kind else ''}", ""])
+    field = draw(st.sampled_from(("replacements", "blocks", "run", "data")))
+    return "\n".join([*lines, f"{field}: {'[' if kind else ''}*a{depth - 1}{']' if kind else ''}", ""])
 
 
 def yaml_text(draw: Draw, raw: Any, root: Path) -> bytes:
@@ -608,9 +610,9 @@ def documents(draw: Draw, root: Path, source: Path) -> Load:
     return lambda: _utf8(list(read(str(at), split)))
 
 
-def _utf8(found: list[str]) -> None:
+def _utf8(texts: list[str]) -> None:
     """Make sure that a tokenizer can read the texts."""
-    for text in found:
+    for text in texts:
         text.encode()
 
 
@@ -667,7 +669,7 @@ def cards(folder: Path) -> Any:
 
 
 def card(draw: Draw, root: Path, prepared: Any) -> Load:
-    """What model cards are made of."""
+    """The files that model cards are made from."""
     from mxd.artifacts.card import Member, layer_card, license_of, set_card
     from mxd.artifacts.folders import read_layer
     from mxd.artifacts.measured import Evaluation
@@ -689,8 +691,8 @@ def card(draw: Draw, root: Path, prepared: Any) -> Load:
             _, head, body = text.split("---\n", 2)
             assert yaml.safe_load(head)["library_name"] == "mxd"
             assert MARK not in re.sub(r"```python\n.*?\n```\n", "", body, flags=re.DOTALL), "a card shows text as it is"
-        found = Evaluation.read(folder / "faithfulness.json")
-        if draw_figure and found is not None:
+        evaluated = Evaluation.read(folder / "faithfulness.json")
+        if draw_figure and evaluated is not None:
             from mxd.common.files import read_json
             from mxd.report.figures import frontier
 
@@ -761,21 +763,21 @@ def download(draw: Draw, root: Path, prepared: Any) -> Load:
 
     from mxd.artifacts.transfer import pull
 
-    server, _, files = prepared
+    server, _, original = prepared
     (root / "input").mkdir()
-    known = list(files)
+    known = list(original)
     names = ("../{}", "../../../../../../{}", "/{}", "{}/../../x", "a/b/{}", "{}\n", "./{}", "..", "a//{}", "\u202e{}")
-    given = dict(files)
+    files = dict(original)
     for _ in range(draw(st.integers(1, 3))):
         name = known[draw(chances) % len(known)]
-        data = given.pop(name, files[name])
+        data = files.pop(name, original[name])
         if draw(st.booleans()):
             damage = damaged_tensors if name.endswith(".safetensors") else damaged
             data = damage(draw, data)
         form = draw(st.sampled_from((*names, str(root) + "/{}", "{}")))
-        given[form.format(name)] = data
+        files[form.format(name)] = data
     repo = Repo()
-    repo.commit("main", {name: Blob(data, name.endswith(".safetensors")) for name, data in given.items()}, "x")
+    repo.commit("main", {name: Blob(data, name.endswith(".safetensors")) for name, data in files.items()}, "x")
     server.repos = {"org/name": repo}
     return lambda: pull("org/name", root / "out" / "pulled", cache_dir=root / "out" / "cache")
 

@@ -32,11 +32,11 @@ def peer(work: Path) -> None:
     cpu = torch.device("cpu")
     cases = load_file(work / "cases.safetensors")
     for name in ("tc", "stc", "tc-jumprelu", "stc-jumprelu"):
-        found, config = load_transcoders_from_cache(name, cache_dir=work, device=cpu, dtype=torch.float32)
+        loaded, config = load_transcoders_from_cache(name, cache_dir=work, device=cpu, dtype=torch.float32)
         for layer in LAYERS:
             if config["activation"] == "topk":
-                found[layer].activation_function = TopK(config["k"])
-            out = found[layer](cases[f"x{layer}"]).detach()
+                loaded[layer].activation_function = TopK(config["k"])
+            out = loaded[layer](cases[f"x{layer}"]).detach()
             check(work, f"it reads mxd's {name}, block {layer}", out, cases[f"{name}{layer}"], 1e-5)
     d, n, outputs = cases["x0"].shape[1], 512, {}
     for name, activation in (("relu", F.relu), ("jumprelu", JumpReLU(torch.rand(n)))):
@@ -69,8 +69,8 @@ def take(work: Path) -> None:
 
     cases, outputs = load_file(work / "cases.safetensors"), load_file(work / "outputs.safetensors")
     for name in ("relu", "jumprelu"):
-        found = import_layers(work / f"saved-{name}", work / f"imported-{name}", "circuit-tracer", device="cpu")
-        for layer, item in zip(LAYERS, found, strict=True):
+        imported = import_layers(work / f"saved-{name}", work / f"imported-{name}", "circuit-tracer", device="cpu")
+        for layer, item in zip(LAYERS, imported, strict=True):
             out = mxd.load_layer(item.path).layer(cases[f"x{layer}"])
             check(work, f"mxd reads its {name} set, block {layer}", out, outputs[f"saved-{name}{layer}"], 1e-5)
 

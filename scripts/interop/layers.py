@@ -43,8 +43,8 @@ def write_cases(work: Path, tool: str, layers: Sequence[int] = (2,), jumprelu: b
         else:  # what was written is another function; mxd's own reader says which
             for item in written:
                 print(f"{item.source}: {item.loss.line}" if item.loss else item.source)
-            found = import_layers(work / name, work / f"again-{name}", tool, "tiny-gpt2", device="cpu")
-            again = [mxd.load_layer(item.path) for item in found]
+            imported = import_layers(work / name, work / f"again-{name}", tool, "tiny-gpt2", device="cpu")
+            again = [mxd.load_layer(item.path) for item in imported]
             outputs = {f"{name}{t.provenance.block}": t.layer(cases[f"x{t.provenance.block}"]) for t in again}
         cases |= outputs
     old = load_file(work / "cases.safetensors") if (work / "cases.safetensors").exists() else {}
@@ -67,5 +67,5 @@ def check_imports(work: Path, tool: str, saved: Mapping[str, str], limit: float 
     """Import what a tool saved; ``outputs.safetensors`` has, by the same names, what the tool makes of ``x2``."""
     x, outputs = load_file(work / "cases.safetensors")["x2"], load_file(work / "outputs.safetensors")
     for name, title in saved.items():
-        (found,) = import_layers(work / name, work / f"imported-{name}", tool, "tiny-gpt2", block=2, device="cpu")
-        check(work, f"mxd reads its {title}", mxd.load_layer(found.path).layer(x), outputs[name], limit)
+        (imported,) = import_layers(work / name, work / f"imported-{name}", tool, "tiny-gpt2", block=2, device="cpu")
+        check(work, f"mxd reads its {title}", mxd.load_layer(imported.path).layer(x), outputs[name], limit)

@@ -50,7 +50,7 @@ def write_tasks(folder: Path) -> None:
     folder.mkdir()
     texts = pq.read_table(bundled_path("text") / "test.parquet").column("text").to_pylist()
     sentences = [[s.strip() for s in text.split(". ") if 40 < len(s) < 160] for text in texts]
-    pairs = [(first, second) for found in sentences for first, second in pairwise(found)][::8]
+    pairs = [(first, second) for sentence in sentences for first, second in pairwise(sentence)][::8]
     with (folder / "choice.jsonl").open("w") as file:
         for i in range(int(LIMIT)):
             choices = [pairs[i][1], pairs[i + 50][1], pairs[i + 100][1]]
@@ -93,7 +93,7 @@ def compare(work: Path, name: str, theirs: dict, ours: dict) -> None:
     """Compare every score."""
     for task, metrics in METRICS.items():
         for metric in metrics:
-            got, expected = (torch.tensor(found[task][metric], dtype=torch.float64) for found in (theirs, ours))
+            got, expected = (torch.tensor(scores[task][metric], dtype=torch.float64) for scores in (theirs, ours))
             check(work, f"{name}: {task} {metric.removesuffix(',none')} {expected:.4f}", got, expected, 1e-5)
 
 
@@ -103,8 +103,8 @@ def harness(work: Path, model: Path) -> dict:
     out = work / f"{model.name}.json"
     words = ["--model", "hf", "--model_args", arguments, "--tasks", ",".join(METRICS), "--include_path", "tasks"]
     run(work, "lm_eval", "run", *words, "--limit", LIMIT, "--device", "cpu", "--output_path", str(out))
-    (found,) = work.glob(f"{model.name}_*.json")  # it adds the time to the name
-    return json.loads(found.read_text())["results"]
+    (file,) = work.glob(f"{model.name}_*.json")  # it adds the time to the name
+    return json.loads(file.read_text())["results"]
 
 
 def run(work: Path, module: str, *words: str) -> None:

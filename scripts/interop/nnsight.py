@@ -20,17 +20,24 @@ def example(layer: mxd.ReplacementLayer) -> dict[str, torch.Tensor]:
 
         with traced.trace(ids):
             code = mlp.layer.sparsity.output  # the active units of each token
-            values, units = code.activations.save(), code.indices.save()
+            activations, units = code.activations.save(), code.indices.save()
             y = mlp.output.save()  # what the replacement answers
             logits = traced.lm_head.output.save()
 
-        unit = units[-1, values[-1].argmax()]  # the strongest at the last token
+        unit = units[-1, activations[-1].argmax()]  # the most active at the last token
         with traced.trace(ids):
             mlp.layer.sparsity.output.activations[units == unit] = 0  # switch it off at every token
             y_off = mlp.output.save()
             logits_off = traced.lm_head.output.save()
 
-    return {"y": y, "logits": logits, "unit": unit, "values": values, "y_off": y_off, "logits_off": logits_off}
+    return {
+        "y": y,
+        "logits": logits,
+        "unit": unit,
+        "activations": activations,
+        "y_off": y_off,
+        "logits_off": logits_off,
+    }
 
 
 def peer(work: Path) -> None:
@@ -50,7 +57,7 @@ def peer(work: Path) -> None:
     off = layer.decode(x, code.with_activations(code.activations * (code.indices != seen["unit"])))
     check(work, "the replacement's output", seen["y"], y)
     check(work, "the logits", seen["logits"], logits)
-    check(work, "the units' activations", seen["values"], code.activations[0])
+    check(work, "the units' activations", seen["activations"], code.activations[0])
     check(work, "the output with one unit switched off", seen["y_off"], off, 1e-6)
     check(work, "its part of the last token", (y - off)[0, -1], push(layer, x, seen), 1e-4)
     changed = (seen["logits_off"] - logits).abs().amax((0, 2)) > 0

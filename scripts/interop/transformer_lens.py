@@ -39,12 +39,12 @@ def peer(work: Path) -> None:
         check(work, f"{release} {name}: logits, relative to the largest", logits / largest, expected / largest, 1e-5)
         check(work, f"{release} {name}: input of the replacement", cache["blocks.4.mlp.hook_in"], x, 1e-5)
         check(work, f"{release} {name}: output of the replacement", cache["blocks.4.mlp.hook_out"], y, 1e-5)
-        found = [
+        numbers_of = [
             mxd.evaluate(m, {"both": layers}, lambda start: iter(rows[start:]), rows.size)["both"]
             for m in (model, mxd.load_frozen(bridge))
         ]
         for key in ("ce_spliced", "ce_increase", "kl", "ce_zero"):
-            ours, theirs = (torch.tensor(numbers[key], dtype=torch.float64) for numbers in found)
+            ours, theirs = (torch.tensor(numbers[key], dtype=torch.float64) for numbers in numbers_of)
             check(work, f"{release} {name}: {key} {ours:.4f}", theirs, ours, 1e-5)
     words = [sys.executable, "-m", "pytest", "-k", "bridge", *TESTS]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], env=dict(os.environ), check=False)

@@ -196,7 +196,7 @@ def test_a_text_whose_span_is_cut_off_or_masked_is_left_out(gpt2):
             _read(given, gpt2.tokenizer, ProbingConfig(side=side, context=8), True, {0})
         both = LabelledTexts("both", given.texts, ["a", "b"] * 5, [given.spans[side == "last"]] * 10)
         read = _read(both, gpt2.tokenizer, ProbingConfig(side=side, context=8), True, {0})
-        assert read.places == [places] * 10 and read.ids[0] == [0, *(ids[:7] if side == "first" else ids[-7:])]
+        assert read.positions == [places] * 10 and read.ids[0] == [0, *(ids[:7] if side == "first" else ids[-7:])]
     with pytest.raises(MxdError, match="of the 0 training texts 0 are"):
         _read(both, gpt2.tokenizer, ProbingConfig(context=8), True, {0, *ids[-2:]})
 

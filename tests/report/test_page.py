@@ -15,9 +15,11 @@ from full_run import EVIL, fill, replacements
 
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
-from mxd.report.page import build_sections, write_report
+from mxd.metrics import METRICS
+from mxd.questions import RESULTS
+from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.replacements import usual
-from mxd.report.run import KINDS, read_run
+from mxd.report.run import read_run
 from mxd.report.sections import faithfulness, masking, similarity, units
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
@@ -101,9 +103,16 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
     for kind in titles:
         (folder / f"{kind}.json").symlink_to(run / f"{kind}.json")
         found = read_run(folder)
-        assert found.missing == [other for other in KINDS if other != kind]
+        assert found.missing == [other for other in RESULTS if other != kind]
         assert {section.id for section in build_sections(found)} == {"trained"} | titles[kind]
         (folder / f"{kind}.json").unlink()
+
+
+def test_a_section_file_or_a_named_number_belongs_to_the_page():
+    """The page finds the section of a new question by its name; this finds one with another name."""
+    files = Path(faithfulness.__file__).parent.glob("*.py")
+    assert sorted(path.stem for path in files) == sorted(["__init__", *SECTIONS])
+    assert set(METRICS) <= set(RESULTS)
 
 
 def test_text_from_outside_is_shown_and_is_no_markup(page):
@@ -130,7 +139,7 @@ def test_the_policy_lets_only_the_pages_own_script_and_style_in(page):
 
 
 def test_the_page_lists_its_files_with_their_hashes(run, page):
-    for name in [*(f"{kind}.json" for kind in KINDS), "metrics.jsonl", "config.yaml"]:
+    for name in [*(f"{kind}.json" for kind in RESULTS), "metrics.jsonl", "config.yaml"]:
         assert name in page and hashlib.sha256((run / name).read_bytes()).hexdigest() in page
     assert "block1-mxd-k8/config.json" in page
 
@@ -320,7 +329,7 @@ def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):
     assert shown["faithfulness.json#/lm_eval/base/arc/acc,none"].startswith("0.5000")
 
 
-METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
+LINE = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
 
 
 @pytest.mark.parametrize(
@@ -336,11 +345,11 @@ METRICS = b'{"replacement": "a", "normalized_mse": 0.5, "tokens": 64}\n'
         ("masking.json", '{"results": {"a": {"domains": ["x"], "units": {}, "matrix": [["y"]]}}}', "is not a number"),
         ("generation.json", '{"results": []}', "generation.json#/results is not an object"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl, line 1"),
-        ("metrics.jsonl", METRICS + b"\xff" + METRICS, "metrics.jsonl, line 2"),
-        ("metrics.jsonl", METRICS + b"[" * 100_000, "metrics.jsonl, line 2"),
-        ("metrics.jsonl", METRICS.replace(b"64", b"1e999"), "metrics.jsonl, line 1"),
-        ("metrics.jsonl", METRICS.replace(b"0.5", b"9" * 400), "metrics.jsonl, line 1"),
-        ("metrics.jsonl", METRICS.replace(b'"a"', b"null"), "metrics.jsonl, line 1"),
+        ("metrics.jsonl", LINE + b"\xff" + LINE, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", LINE + b"[" * 100_000, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", LINE.replace(b"64", b"1e999"), "metrics.jsonl, line 1"),
+        ("metrics.jsonl", LINE.replace(b"0.5", b"9" * 400), "metrics.jsonl, line 1"),
+        ("metrics.jsonl", LINE.replace(b'"a"', b"null"), "metrics.jsonl, line 1"),
     ],
     ids=range(11),
 )

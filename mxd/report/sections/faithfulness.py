@@ -32,51 +32,51 @@ TABLES = (
 )
 
 DRAWN = (NMSE, CE_INCREASE, KL)
-"""What the figures show, a panel each."""
+"""What the figures show, one panel for each."""
 
 
 def section(run: Run) -> Section | None:
     """Return the faithfulness of every splice; ``None`` where nothing was evaluated."""
-    found = run.results("faithfulness")
-    if not found:
+    results = run.results("faithfulness")
+    if not results:
         return None
     parts: list[Part] = [
-        *_frontier(found),
-        *_by_activity(found),
-        *_by_rank(found, run.results("structure")),
-        *_variants(found),
-        *(_table(found, caption, metrics) for caption, metrics in TABLES),
+        *_frontier(results),
+        *_by_activity(results),
+        *_by_rank(results, run.results("structure")),
+        *_variants(results),
+        *(_table(results, caption, metrics) for caption, metrics in TABLES),
         *_tasks(run),
     ]
-    first, document = found[0][1], run.documents["faithfulness"][0]
+    first, document = results[0][1], run.documents["faithfulness"][0]
     data = document["data"]
     text = f"{data['source'].text()}, {data['split'].text()}"
     lead = (
         f"Each replacement is spliced into {document['model'].text()}, at every position, and measured on "
         f"{first['tokens'].number():,.0f} held-out tokens ({text}). The base model's cross-entropy is "
-        f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(found)}."
+        f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token{_ablated(results)}."
     )
     return Section("faithfulness", "Faithfulness", lead, parts)
 
 
-def _ablated(found: Results) -> str:
-    said = {}
-    for replacement, result in found:
+def _ablated(results: Results) -> str:
+    by_block = {}
+    for replacement, result in results:
         if replacement.layer is not None and result.get("ce_zero") is not None:
             zero, mean = result["ce_zero"].number(), result["ce_mean"].number()
-            said[replacement.layer] = f"block {replacement.layer}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
-    return "; " + "; ".join(said.values()) if said else ""
+            by_block[replacement.layer] = f"block {replacement.layer}: zero-ablated {zero:.4f}, mean-ablated {mean:.4f}"
+    return "; " + "; ".join(by_block.values()) if by_block else ""
 
 
 def _value(result: Node, key: str) -> Node | None:
-    """Return a metric of a splice, or of its one layer."""
+    """Return a metric of a splice, or of its layer where it has only one."""
     layers = [node for _, node in result["blocks"].items()]
     nodes = [result, *layers] if len(layers) == 1 else [result]
     return next((value for node in nodes if (value := node.follow(key)) is not None), None)
 
 
-def _single(found: Results) -> Results:
-    return [(r, node) for r, node in found if r.layer is not None]
+def _single(results: Results) -> Results:
+    return [(r, node) for r, node in results if r.layer is not None]
 
 
 def _point(result: Node, x: float, metric: Metric) -> Point:
@@ -91,14 +91,14 @@ def _point(result: Node, x: float, metric: Metric) -> Point:
     return Point(x, value, value - half, value + half, node.source)
 
 
-def _panels(found: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
-    """Draw the metrics of ``DRAWN`` against something, one line for each method and variant."""
-    keys = slots([replacement.line for replacement, _ in found])
+def _panels(results: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
+    """Draw the metrics of ``DRAWN`` against ``x_of``, one line for each method and variant."""
+    keys = slots([replacement.line for replacement, _ in results])
     panels = []
     for metric in DRAWN:
         drawn = []
         for line, key in keys.items():
-            points = [_point(n, x_of(r, n), metric) for r, n in found if r.line == line]
+            points = [_point(n, x_of(r, n), metric) for r, n in results if r.line == line]
             drawn.append(Line(key, sorted((p for p in points if math.isfinite(p.y)), key=lambda p: p.x)))
         if any(line.points for line in drawn):
             panels.append(lines(metric.label, x, _axis(metric.label, drawn), drawn))
@@ -106,18 +106,18 @@ def _panels(found: Results, x_of: Callable[[Replacement, Node], float], x: Axis,
 
 
 def _axis(label: str, drawn: Sequence[Line]) -> Axis:
-    """Return a logarithmic axis where errors span more than a decade, else one from zero."""
+    """Return a logarithmic axis where values span more than a decade, else one from zero."""
     values = [p.y for line in drawn for p in line.points]
     if min(values) > 0 and max(values) / min(values) > 10:
         return Axis(label, "log")
     return Axis(label, low=min(0.0, *values))
 
 
-def _frontier(found: Results) -> list[Part]:
+def _frontier(results: Results) -> list[Part]:
     figures = []
-    blocks = {r.layer for r, _ in _single(found)}
-    for layer in sorted(blocks, key=lambda each: each or 0):
-        here = [(r, n) for r, n in _single(found) if r.layer == layer and r.k]
+    blocks = {r.layer for r, _ in _single(results)}
+    for layer in sorted(blocks, key=lambda block: block or 0):
+        here = [(r, n) for r, n in _single(results) if r.layer == layer and r.k]
         ks = sorted({float(r.k) for r, _ in here if r.k})
         if not ks:
             continue
@@ -131,9 +131,9 @@ def _frontier(found: Results) -> list[Part]:
     return list(figures)
 
 
-def _by_activity(found: Results) -> list[Part]:
-    """After figure 18 of the paper: top-k beside sparsities without a K, by the units they use."""
-    single = _single(found)
+def _by_activity(results: Results) -> list[Part]:
+    """After figure 18 of the paper: top-k and sparsities without a K, by the units they use."""
+    single = _single(results)
     if all(r.k for r, _ in single):
         return []
     title = (
@@ -144,10 +144,10 @@ def _by_activity(found: Results) -> list[Part]:
     return [figure] if figure else []
 
 
-def _by_rank(found: Results, structure: Results) -> list[Part]:
+def _by_rank(results: Results, structure: Results) -> list[Part]:
     """After figure 12 of the paper: what the experts' rank costs, at one K."""
     ranks = {r.name: _number(node.get(NORMALIZED_RANK.key)) for r, node in structure}
-    known = [(r, n) for r, n in _single(found) if math.isfinite(ranks.get(r.name, math.nan))]
+    known = [(r, n) for r, n in _single(results) if math.isfinite(ranks.get(r.name, math.nan))]
     seen: dict[tuple[str, int | None, int | None], set[float]] = {}
     for r, _ in known:
         seen.setdefault((r.method, r.layer, r.k), set()).add(ranks[r.name])
@@ -163,12 +163,12 @@ def _by_rank(found: Results, structure: Results) -> list[Part]:
     return [figure] if figure else []
 
 
-def _variants(found: Results) -> list[Part]:
+def _variants(results: Results) -> list[Part]:
     """After figure 19 of the paper, for whatever of one method was varied: encoders, ranks, random K."""
-    places = {(r.layer, r.method, r.k) for r, _ in _single(found) if r.variant}
+    settings = {(r.layer, r.method, r.k) for r, _ in _single(results) if r.variant}
     panels = []
-    for layer, method, k in sorted(places, key=str):
-        here = [(r, n) for r, n in _single(found) if (r.layer, r.method, r.k) == (layer, method, k)]
+    for layer, method, k in sorted(settings, key=str):
+        here = [(r, n) for r, n in _single(results) if (r.layer, r.method, r.k) == (layer, method, k)]
         if len(here) < 2:
             continue
         key = slots([method])[method]
@@ -181,23 +181,23 @@ def _variants(found: Results) -> list[Part]:
     return [Figure(title, panels)] if panels else []
 
 
-def _table(found: Results, caption: str, metrics: Sequence[Metric]) -> Table:
+def _table(results: Results, caption: str, metrics: Sequence[Metric]) -> Table:
     rows = []
-    for replacement, result in found:
+    for replacement, result in results:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)
         rows.append([Cell(head), *(number(_value(result, metric.key), metric.form) for metric in metrics)])
     return Table(caption, [Column("splice"), *map(column, metrics)], rows, legend=True)
 
 
 def _together(replacement: Replacement, result: Node) -> str:
-    """Return what a splice of several layers, or of a layer from elsewhere, is called."""
+    """Return the name of a splice of several layers, or of a layer from elsewhere."""
     members = list(result["replacements"])
-    said = f"{len(members)} layers at once" if len(members) > 1 else ""
-    return f"{replacement.name}: {said}" if said else replacement.name
+    several = f"{len(members)} layers at once" if len(members) > 1 else ""
+    return f"{replacement.name}: {several}" if several else replacement.name
 
 
 def _tasks(run: Run) -> list[Part]:
-    """Scores of lm-eval, the base model and each splice beside it."""
+    """Scores of lm-eval for the base model and each splice."""
     parts: list[Part] = []
     for document in run.documents["faithfulness"]:
         scores = document.get("lm_eval")

@@ -25,33 +25,33 @@ from mxd.report.source import Node
 from mxd.report.svg import Axis, Line, Point, lines
 
 PROMPTS = 8
-"""Prompts whose continuations are shown; as many as the paper shows."""
+"""Prompts whose continuations are shown, as in the paper."""
 
 
 def section(run: Run) -> Section | None:
     """Return how long each splice writes what the base model writes; ``None`` where it was not measured."""
-    found = run.results("generation")
-    if not found:
+    results = run.results("generation")
+    if not results:
         return None
-    first = found[0][1]
+    first = results[0][1]
     prompts, new_tokens = int(first["prompts"].number()), int(first["new_tokens"].number())
     lead = (
         f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
         "replacement spliced in. One early difference changes everything after it."
     )
-    parts: list[Part] = [_curves(found), _table(found, new_tokens), *_diffs(usual(found))]
+    parts: list[Part] = [_curves(results), _table(results, new_tokens), *_diffs(usual(results))]
     return Section("generation", "Generation", lead, parts)
 
 
-def _curves(found: Results) -> Figure:
-    keys = slots([replacement.line for replacement, _ in found])
-    places = dict.fromkeys((r.budget, r.where) for r, _ in found)
-    new_tokens = max(int(result["new_tokens"].number()) for _, result in found)
+def _curves(results: Results) -> Figure:
+    keys = slots([replacement.line for replacement, _ in results])
+    facets = dict.fromkeys((r.budget, r.where) for r, _ in results)
+    new_tokens = max(int(result["new_tokens"].number()) for _, result in results)
     ticks = [1.0, *(float(n) for n in range(8, new_tokens + 1, 8))] if new_tokens >= 8 else [1.0, float(new_tokens)]
     panels = []
-    for place in places:
-        drawn = [Line(keys[r.line], _points(n), False, True) for r, n in found if (r.budget, r.where) == place]
-        title = ", ".join(filter(None, place)) or "other splices"
+    for facet in facets:
+        drawn = [Line(keys[r.line], _points(n), False, True) for r, n in results if (r.budget, r.where) == facet]
+        title = ", ".join(filter(None, facet)) or "other splices"
         axes = Axis("first n tokens", ticks=ticks), Axis(MATCH.label, low=0.0, high=1.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
@@ -66,20 +66,20 @@ def _points(result: Node) -> list[Point]:
     return [Point(float(n), share.number(), low, high, share.source) for n, (share, low, high) in enumerate(bounds, 1)]
 
 
-def _table(found: Results, new_tokens: int) -> Table:
+def _table(results: Results, new_tokens: int) -> Table:
     at = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= new_tokens]
     columns = [Column("splice"), *(Column(f"n = {n}", better=MATCH.better) for n in at)]
     columns += [column(AGREED), column(AGREED_SE)]
     rows = []
-    for replacement, result in found:
+    for replacement, result in results:
         shares = [number(result[MATCH.key].get(n - 1), MATCH.form) for n in at]
         rows.append([Cell(replacement.label), *shares, measured(result, AGREED), measured(result, AGREED_SE)])
     return Table(f"{MATCH.note.capitalize()}.", columns, rows)
 
 
-def _diffs(found: Results) -> list[Part]:
-    """Show the first prompts; where there are several K, of each method the one nearest to the paper's 32."""
-    examples = [(r, example) for r, n in found for example in list(n["examples"])[:PROMPTS]]
+def _diffs(results: Results) -> list[Part]:
+    """Show the continuations of the first prompts."""
+    examples = [(r, example) for r, n in results for example in list(n["examples"])[:PROMPTS]]
     prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)
     diffs = []
     for prompt in prompts:
@@ -98,10 +98,10 @@ def _diffs(found: Results) -> list[Part]:
 
 def _tokens(example: Node, which: str) -> list[str]:
     """Return a continuation's tokens as text, or their ids where the file holds no text."""
-    told = example.get(f"{which}_tokens")
-    if told is None:
+    texts = example.get(f"{which}_tokens")
+    if texts is None:
         return [f"{token.value} " for token in example[which]]
-    return [text.replace("\n", "↵") for text in told.texts()]  # on one line: continuations are compared, not read
+    return [text.replace("\n", "↵") for text in texts.texts()]  # on one line: continuations are compared, not read
 
 
 def pieces(base: Sequence[str], spliced: Sequence[str]) -> Iterator[Piece]:

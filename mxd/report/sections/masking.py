@@ -1,4 +1,4 @@
-"""What masking a domain's units costs, there and elsewhere, and what masking units that follow a score does."""
+"""What masking a domain's units costs there and elsewhere, and what masking units that follow a score does."""
 
 import math
 from itertools import zip_longest
@@ -39,22 +39,22 @@ def _matrix(replacement: Replacement, result: Node) -> Table:
     return Table(caption, columns, rows)
 
 
-def _change(cell: Node, largest: float, own: bool) -> Cell:
+def _change(cell: Node, largest: float, diagonal: bool) -> Cell:
     value = cell.number()
     if not math.isfinite(value):
-        return Cell(NOTHING, cell.source, marked=own)
-    return Cell(OWN.form.format(value), cell.source, round(9 * value / largest), own)
+        return Cell(NOTHING, cell.source, marked=diagonal)
+    return Cell(OWN.form.format(value), cell.source, round(9 * value / largest), diagonal)
 
 
-def _means(found: Results) -> Table:
-    rows = [[Cell(r.label), *(measured(result, metric) for metric in MASKING)] for r, result in found]
-    caption = "Mean change of the loss over domains, and with as many units drawn at random."
+def _means(results: Results) -> Table:
+    rows = [[Cell(r.label), *(measured(result, metric) for metric in MASKING)] for r, result in results]
+    caption = "Mean change of the loss over domains, and with equally many random units."
     return Table(caption, [Column("splice"), *map(column, MASKING)], rows)
 
 
-def _purged(found: Results) -> Table:
+def _purged(results: Results) -> Table:
     rows = []
-    for replacement, result in found:
+    for replacement, result in results:
         for i, threshold in enumerate(result["thresholds"]):
             cells = [number(threshold, THRESHOLD.form), number(result["units"][i], PURGED.form)]
             cells.append(number(result["share"][i], PURGED_SHARE.form))
@@ -64,25 +64,25 @@ def _purged(found: Results) -> Table:
                 pairs = zip(result[key][i], result[f"{key}_se"][i], strict=False)
                 cells += [with_error(number(change, HIGH.form), error) for change, error in pairs]
             rows.append([Cell(replacement.label), *cells])
-    means = ", ".join(dict.fromkeys(f"{result['mean_score'].number():g}" for _, result in found))
+    means = ", ".join(dict.fromkeys(f"{result['mean_score'].number():g}" for _, result in results))
     caption = f"Units that follow a score of the text (mean {means}) are masked: change of the loss ± standard error."
     return Table(caption, [Column("splice"), *map(column, PURGING)], rows, legend=True)
 
 
-def _followers(found: Results) -> Table:
-    named = [[_follower(one) for one in result["leading"]] for _, result in found]
+def _followers(results: Results) -> Table:
+    named = [[_follower(unit) for unit in result["leading"]] for _, result in results]
     empty = Cell(NOTHING)
-    rows = [[Cell(str(place)), *cells] for place, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]
+    rows = [[Cell(str(rank)), *cells] for rank, cells in enumerate(zip_longest(*named, fillvalue=empty), 1)]
     caption = (
         "The units that follow the score most: number, block, and correlation over the tokens and over the texts that "
         "chose them; in brackets where it is not beyond chance."
     )
-    return Table(caption, [Column("place"), *(Column(replacement.label) for replacement, _ in found)], rows)
+    return Table(caption, [Column("place"), *(Column(replacement.label) for replacement, _ in results)], rows)
 
 
-def _follower(one: Node) -> Cell:
-    unit, block, texts = one["unit"].number(), one["block"].number(), one.get("correlation_texts")
-    said = f"#{unit:.0f}, block {block:.0f}: {one['correlation'].number():+.2f}"
-    said += f", {texts.number():+.2f}" if texts else ""
-    chance = one.get("beyond_chance")
-    return Cell(f"({said})" if chance is not None and chance.value is False else said, one.source)
+def _follower(follower: Node) -> Cell:
+    unit, block, texts = follower["unit"].number(), follower["block"].number(), follower.get("correlation_texts")
+    text = f"#{unit:.0f}, block {block:.0f}: {follower['correlation'].number():+.2f}"
+    text += f", {texts.number():+.2f}" if texts else ""
+    chance = follower.get("beyond_chance")
+    return Cell(f"({text})" if chance is not None and chance.value is False else text, follower.source)

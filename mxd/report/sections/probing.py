@@ -31,12 +31,12 @@ DENSITIES = 3
 
 def section(run: Run) -> Section | None:
     """Return the probing results, a set at a time; ``None`` where nothing was probed."""
-    found = run.results("probing")
-    if not found:
+    results = run.results("probing")
+    if not results:
         return None
     parts: list[Part] = []
-    for name in dict.fromkeys(name for _, result in found for name, _ in result.items()):
-        here = [(r, result[name]) for r, result in found if result.get(name)]
+    for name in dict.fromkeys(name for _, result in results for name, _ in result.items()):
+        here = [(r, result[name]) for r, result in results if result.get(name)]
         parts += [_figure(name, usual(here)), _table(name, here), *_densities(name, usual(here))]
     lead = (
         "A logistic regression on one unit's pre-activation at a time, one class against the rest, held-out F1 of the "
@@ -46,33 +46,34 @@ def section(run: Run) -> Section | None:
 
 
 Best = dict[int, list[tuple[str, float]]]
-"""Unit -> the classes that it tells best: name and F1."""
+"""Unit -> the classes for which it is the best unit: name and F1."""
 
 
 def best_probes(run: Run) -> dict[str, Best]:
-    """Return which units of each replacement tell a class best."""
+    """Return which units of each replacement are best at telling a class."""
     best: dict[str, Best] = {}
     for replacement, result in run.results("probing"):
         for name, probed in result.items():
-            for label, one in probed["classes"].items():
-                unit, f1 = one.get("unit"), one["f1"].number()
+            for label, probe in probed["classes"].items():
+                unit, f1 = probe.get("unit"), probe["f1"].number()
                 if unit is not None and unit.value is not None and math.isfinite(f1):
                     units = best.setdefault(replacement.name, {})
                     units.setdefault(int(unit.number()), []).append((f"{name}: {label}", f1))
     return best
 
 
-def _labels(found: Results) -> list[str]:
-    return list(dict.fromkeys(label for _, probed in found for label, _ in probed["classes"].items()))
+def _labels(results: Results) -> list[str]:
+    return list(dict.fromkeys(label for _, probed in results for label, _ in probed["classes"].items()))
 
 
-def _figure(name: str, found: Results) -> Figure:
-    keys = slots([replacement.line for replacement, _ in found])
+def _figure(name: str, results: Results) -> Figure:
+    keys = slots([replacement.line for replacement, _ in results])
     rows = []
-    for label in _labels(found):
-        known = [(keys[r.line], probed["classes"].get(label)) for r, probed in found]
-        rows.append((label, [(k, Point(one["f1"].number(), 0.0, source=one["f1"].source)) for k, one in known if one]))
-    level = found[0][1]["level"].text()
+    for label in _labels(results):
+        known = [(keys[r.line], probed["classes"].get(label)) for r, probed in results]
+        points = [(key, Point(probe["f1"].number(), 0.0, source=probe["f1"].source)) for key, probe in known if probe]
+        rows.append((label, points))
+    level = results[0][1]["level"].text()
     caption = (
         f"{name}, {level} level: best held-out F1 of a single unit for each class; further right is better. After "
         "figures 4, 13 and 16 of the MxD paper."
@@ -80,18 +81,18 @@ def _figure(name: str, found: Results) -> Figure:
     return Figure(caption, [dots(name, Axis(F1.label, low=0.0, high=1.0), rows)], list(keys.values()))
 
 
-def _table(name: str, found: Results) -> Table:
-    labels = _labels(found)
-    first = found[0][1]["classes"].value
+def _table(name: str, results: Results) -> Table:
+    labels = _labels(results)
+    first = results[0][1]["classes"].value
     rows = []
-    for replacement, probed in found:
+    for replacement, probed in results:
         cells = [measured(probed, MEAN_F1), measured(probed, MEAN_F1_TRAIN)]
         for label in labels:
-            one = probed["classes"].get(label)
-            cells.append(_score(one) if one else Cell(NOTHING))
+            probe = probed["classes"].get(label)
+            cells.append(_score(probe) if probe else Cell(NOTHING))
         rows.append([Cell(replacement.label), *cells])
-    always = [found[0][1]["classes"][label].get("f1_always") if label in first else None for label in labels]
-    answers = [number(one, F1_ALWAYS.form) for one in always]
+    always = [results[0][1]["classes"][label].get("f1_always") if label in first else None for label in labels]
+    answers = [number(probe, F1_ALWAYS.form) for probe in always]
     rows.append([Cell(F1_ALWAYS.title), Cell(NOTHING), Cell(NOTHING), *answers])
     caption = (
         f"{name}: F1, and the unit that got it. The unit is chosen by the same held-out texts, as in the paper, which "
@@ -101,16 +102,16 @@ def _table(name: str, found: Results) -> Table:
     return Table(caption, columns, rows)
 
 
-def _score(one: Node) -> Cell:
-    cell, unit = number(one["f1"], F1.form), one.get("unit")
+def _score(probe: Node) -> Cell:
+    cell, unit = number(probe["f1"], F1.form), probe.get("unit")
     known = unit is not None and unit.value is not None
     return Cell(f"{cell.text} #{unit.number():.0f}", cell.source) if unit is not None and known else cell
 
 
-def _densities(name: str, found: Results) -> list[Part]:
+def _densities(name: str, results: Results) -> list[Part]:
     """Draw the densities of the first of this run's own replacements that has some."""
-    for replacement, probed in found:
-        shown = [(label, one) for label, one in probed["classes"].items() if one.get("density")]
+    for replacement, probed in results:
+        shown = [(label, probe) for label, probe in probed["classes"].items() if probe.get("density")]
         if replacement.path is not None and shown:
             shown.sort(key=lambda pair: -pair[1]["f1"].number())
             caption = (
@@ -118,18 +119,18 @@ def _densities(name: str, found: Results) -> list[Part]:
                 "in all others. The further apart, the better the unit tells the class. After figures 14, 15 and 17."
             )
             keys = slots(["the class", "all others"])
-            panels = [_density(label, one, list(keys.values())) for label, one in shown[:DENSITIES]]
+            panels = [_density(label, probe, list(keys.values())) for label, probe in shown[:DENSITIES]]
             return [Figure(caption, panels, list(keys.values()))]
     return []
 
 
-def _density(label: str, one: Node, keys: Sequence[Key]) -> Panel:
-    edges = one["density"]["edges"].numbers()
+def _density(label: str, probe: Node, keys: Sequence[Key]) -> Panel:
+    edges = probe["density"]["edges"].numbers()
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     drawn = []
     for key, side in zip(keys, ("positive", "negative"), strict=True):
-        heights = one["density"][side]
+        heights = probe["density"][side]
         points = [Point(x, h.number(), 0.0, h.number(), h.source) for x, h in zip(middles, heights, strict=False)]
         drawn.append(Line(key, points, marks=False, interval=True))
-    title = f"{label}: unit {one['unit'].number():.0f}, {F1.title} {one['f1'].number():.2f}"
+    title = f"{label}: unit {probe['unit'].number():.0f}, {F1.title} {probe['f1'].number():.2f}"
     return lines(title, Axis("pre-activation"), Axis("density", low=0.0), drawn)

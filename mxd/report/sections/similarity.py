@@ -17,7 +17,7 @@ from mxd.report.source import Node
 UNITS = 64
 """Units on a map."""
 PAIRS = 5
-"""Most similar pairs that are listed."""
+"""Most similar pairs listed."""
 
 
 def section(run: Run) -> Section | None:
@@ -39,9 +39,9 @@ def section(run: Run) -> Section | None:
         alt = f"{replacement.label}: cosine similarities of {len(units)} units, from {off.min():.2f} to {off.max():.2f}"
         pictures.append(Picture(replacement.label, picture(similar), alt))
         source = f"{replacement.path.name}/model.safetensors"
-        said = [Cell(f"{units[i]} – {units[j]}: {similar[i, j]:+.2f}", source) for i, j in pairs]
-        said += [Cell(NOTHING)] * (PAIRS - len(said))
-        rows.append([Cell(replacement.label), Cell(f"{np.abs(off).mean():.3f}", source), *said])
+        listed = [Cell(f"{units[i]} – {units[j]}: {similar[i, j]:+.2f}", source) for i, j in pairs]
+        listed += [Cell(NOTHING)] * (PAIRS - len(listed))
+        rows.append([Cell(replacement.label), Cell(f"{np.abs(off).mean():.3f}", source), *listed])
     if not pictures:
         return None
     columns = [Column("replacement"), Column("mean |cosine|"), *(Column(f"pair {n + 1}") for n in range(PAIRS))]
@@ -85,7 +85,7 @@ def closest(similar: Float[np.ndarray, "n n"]) -> list[tuple[int, int]]:
 
 
 def picture(similar: Float[np.ndarray, "n n"]) -> str:
-    """Return a map as a PNG's data address: colour is the sign, opacity the size, so that it suits any ground."""
+    """Return a map as a PNG's data address: colour is the sign and opacity the size, so it suits any background."""
     from matplotlib.image import imsave
 
     colours: Any = np.where(similar[..., None] > 0, (0.16, 0.44, 0.73), (0.80, 0.24, 0.30))

@@ -14,19 +14,19 @@ LENGTH = 600
 
 def section(run: Run) -> Section | None:
     """Return the steering samples and what a judge said of them; ``None`` where nothing was steered."""
-    found = run.results("steering")
-    if not found:
+    results = run.results("steering")
+    if not results:
         return None
     parts: list[Part] = []
-    if judged := [(r, result) for r, result in found if _judge(result)]:
+    if judged := [(r, result) for r, result in results if _judge(result)]:
         parts.append(_table(judged))
-    for replacement, result in usual(found):
+    for replacement, result in usual(results):
         if unsteered := result.get("unsteered"):
             parts.append(_samples(f"{replacement.label}: not steered", unsteered))
         for unit, steered in list(result["units"].items())[:UNITS]:
             title = f"{replacement.label}: unit {unit}, λ = {steered['scale'].number():g}{_said(steered)}"
             parts.append(_samples(title, steered["samples"]))
-    first = found[0][1]
+    first = results[0][1]
     judge = f"Judged by {_judge(first)}, from 0 to 1." if _judge(first) else "No judge was asked."
     lead = "A unit's output is added, λ times as strong as its own, while the model continues "
     return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", parts)
@@ -45,13 +45,13 @@ def _samples(title: str, samples: Node) -> Samples:
 def _said(steered: Node) -> str:
     """Return what the judge said of a unit, where it said something."""
     cells = {metric.title: number(steered.get(metric.key), "{:.2f}") for metric in (COHERENCE, FLUENCY)}
-    told = ", ".join(f"{title} {cell.text}" for title, cell in cells.items())
-    return f" ({told})" if steered.get(COHERENCE.key) else ""
+    ratings = ", ".join(f"{title} {cell.text}" for title, cell in cells.items())
+    return f" ({ratings})" if steered.get(COHERENCE.key) else ""
 
 
-def _table(found: Results) -> Table:
+def _table(results: Results) -> Table:
     rows = []
-    for replacement, result in found:
+    for replacement, result in results:
         units = Cell(f"{sum(1 for _ in result['units'].items())}", f"{result.source}/units")
         rows.append([Cell(replacement.label), units, *(measured(result, metric) for metric in STEERING)])
     columns = [Column("replacement"), Column("units", "units that were steered"), *map(column, STEERING)]

@@ -9,20 +9,20 @@ from mxd.report.source import Node
 
 def section(run: Run) -> Section | None:
     """Return ranks and leading units; ``None`` where they were not measured."""
-    found = run.results("structure")
-    if not found:
+    results = run.results("structure")
+    if not results:
         return None
-    parts: list[Part] = [_ranks(found)]
-    leading = [(r, n) for r, n in usual(found) if n.get("leading")]
+    parts: list[Part] = [_ranks(results)]
+    leading = [(r, n) for r, n in usual(results) if n.get("leading")]
     if leading:
         parts.append(_leading(leading))
     lead = "How much of its possible rank each unit's weight uses, and whether one unit leads everywhere."
     return Section("structure", "Structure", lead, parts)
 
 
-def _ranks(found: Results) -> Table:
+def _ranks(results: Results) -> Table:
     rows = []
-    for replacement, result in found:
+    for replacement, result in results:
         units = [row["units"][0]["unit"].number() for row in result.get("leading") or ()]
         distinct = f"{len(set(units))} of {len(units)}" if units else NOTHING
         source = f"{result.source}/leading" if units else ""
@@ -34,8 +34,8 @@ def _ranks(found: Results) -> Table:
     return Table("Rank of the units' weights, and how many different units lead on the prompts.", columns, rows, True)
 
 
-def _leading(found: Results) -> Table:
-    named = [{row["prompt"].text(): row["units"] for row in result["leading"]} for _, result in found]
+def _leading(results: Results) -> Table:
+    named = [{row["prompt"].text(): row["units"] for row in result["leading"]} for _, result in results]
     prompts = dict.fromkeys(prompt for units in named for prompt in units)
     rows = [[Cell(prompt), *(_leaders(units.get(prompt)) for units in named)] for prompt in prompts]
     caption = (
@@ -43,14 +43,14 @@ def _leading(found: Results) -> Table:
         "of the text's tokens at which it fires. One number all down a column, firing nearly everywhere, is a shared "
         "unit, which a random K is meant to prevent. After figure 21 of the MxD paper."
     )
-    return Table(caption, [Column("prompt"), *(Column(r.label) for r, _ in found)], rows)
+    return Table(caption, [Column("prompt"), *(Column(r.label) for r, _ in results)], rows)
 
 
 def _leaders(units: Node | None) -> Cell:
     if units is None:
         return Cell(NOTHING)
-    said = [
+    leaders = [
         f"#{unit['unit'].number():.0f} {unit['activation'].number():.3g} ({unit['rate'].number():.1%})"
         for unit in units
     ]
-    return Cell(",\n".join(said), units.source)
+    return Cell(",\n".join(leaders), units.source)

@@ -63,9 +63,9 @@ def _ordered(run: Run) -> list[Layer]:
 
 def _text(layer: Layer) -> str:
     data = layer.provenance.data
-    said = [str(data.get("source", "")), f"split {data['split']}" if "split" in data else ""]
-    said += [f"contexts of {data['context']} tokens" if "context" in data else ""]
-    return ", ".join(filter(None, said))
+    parts = [str(data.get("source", "")), f"split {data['split']}" if "split" in data else ""]
+    parts += [f"contexts of {data['context']} tokens" if "context" in data else ""]
+    return ", ".join(filter(None, parts))
 
 
 def _recipe(layer: Layer) -> str:
@@ -102,4 +102,4 @@ FACTS: dict[str, Callable[[Layer], str]] = {
     "layers read": lambda layer: layer.provenance.input_convention,
     "versions": lambda layer: ", ".join(f"{name} {v}" for name, v in layer.provenance.versions.items()),
 }
-"""What a provenance says, by the term it stands under."""
+"""Term -> what the provenance says about it."""

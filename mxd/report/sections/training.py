@@ -8,7 +8,7 @@ from mxd.report.run import Run
 from mxd.report.svg import Axis, Line, Point, lines
 
 POINTS = 100
-"""Points of a curve: every so many-th of metrics.jsonl, the last always among them."""
+"""Points of a curve, approximately: metrics.jsonl is thinned evenly, and the last point is always kept."""
 
 
 def section(run: Run) -> Section | None:
@@ -21,14 +21,14 @@ def section(run: Run) -> Section | None:
     if not known:
         return None
     keys = slots([replacement.line for replacement, _ in known])
-    places = sorted({(r.layer or 0, r.k or 0, r.budget, r.where) for r, _ in known})
+    facets = sorted({(r.layer or 0, r.k or 0, r.budget, r.where) for r, _ in known})
     end = max(points[-1].x for _, points in known)
     panels = []
-    for place in places:
-        here = [(r, p) for r, p in known if (r.layer or 0, r.k or 0, r.budget, r.where) == place]
+    for facet in facets:
+        here = [(r, p) for r, p in known if (r.layer or 0, r.k or 0, r.budget, r.where) == facet]
         drawn = [Line(keys[replacement.line], points, marks=False) for replacement, points in here]
         axes = Axis("tokens trained on", low=0.0, high=end), Axis(NMSE.label, "log")
-        panels.append(lines(", ".join(filter(None, place[2:])), *axes, drawn))
+        panels.append(lines(", ".join(filter(None, facet[2:])), *axes, drawn))
     title = (
         f"The {NMSE.label} of the training batches; lower is better. Each point is the mean since the one before it "
         "in metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
@@ -39,6 +39,6 @@ def section(run: Run) -> Section | None:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return about ``POINTS`` of the points, evenly taken, with the last."""
+    """Return about ``POINTS`` of the points, evenly spaced, the last among them."""
     step = max(1, len(points) // POINTS)
     return list(points[(len(points) - 1) % step :: step])

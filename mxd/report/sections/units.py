@@ -17,35 +17,35 @@ from mxd.report.svg import Axis, Line, Point, lines
 BUDGET = 2_400_000
 """Bytes of contexts in the browser, over all replacements; the whole page stays under 5 MB."""
 LISTED = 60_000
-"""Units in the browser, over all replacements; of the others the page says how many they are."""
+"""Units in the browser, over all replacements; the page says how many others there are."""
 BEFORE, AFTER = 14, 8
-"""Tokens shown on either side of the one that a context is about."""
+"""Tokens shown before and after the one that a context is about."""
 LEVELS = 9
 """Steps of highlighting."""
 
 
 def section(run: Run) -> Section | None:
     """Return firing rates and the unit browser; ``None`` where units were not looked at."""
-    found = run.results("units")
-    if not found:
+    results = run.results("units")
+    if not results:
         return None
-    tokens = max(result["tokens"].number() for _, result in found)
+    tokens = max(result["tokens"].number() for _, result in results)
     lead = (
         f"Firing rates over {tokens:,.0f} held-out tokens, and contexts from six intervals of activation for each unit."
     )
-    parts: list[Part] = [_histograms(found), _table(found)]
-    browser = _browser(found, best_probes(run))
+    parts: list[Part] = [_histograms(results), _table(results)]
+    browser = _browser(results, best_probes(run))
     return Section("units", "Units", lead, [*parts, browser])
 
 
-def _histograms(found: Results) -> Figure:
-    keys = slots([replacement.line for replacement, _ in found])
-    places = dict.fromkeys((r.budget, r.where) for r, _ in found)
+def _histograms(results: Results) -> Figure:
+    keys = slots([replacement.line for replacement, _ in results])
+    facets = dict.fromkeys((r.budget, r.where) for r, _ in results)
     panels = []
-    for place in places:
-        here = [(r, n) for r, n in found if (r.budget, r.where) == place]
+    for facet in facets:
+        here = [(r, n) for r, n in results if (r.budget, r.where) == facet]
         drawn = [Line(keys[r.line], _steps(n["histogram"], len(n["rates"].value)), marks=False) for r, n in here]
-        title = ", ".join(filter(None, place)) or "other layers"
+        title = ", ".join(filter(None, facet)) or "other layers"
         axes = Axis(f"log10 of the {RATE.label}"), Axis("share of units", low=0.0, percent=True)
         panels.append(lines(title, *axes, drawn))
     caption = (
@@ -65,10 +65,10 @@ def _steps(histogram: Node, units: int) -> list[Point]:
     return [*points, Point(edges[-1], 0.0)]
 
 
-def _table(found: Results) -> Table:
+def _table(results: Results) -> Table:
     rows = []
-    for replacement, result in found:
-        shared = [f"{each['unit'].number():.0f} ({each['rate'].number():.0%})" for each in result["shared"]]
+    for replacement, result in results:
+        shared = [f"{unit['unit'].number():.0f} ({unit['rate'].number():.0%})" for unit in result["shared"]]
         units = len(result["rates"].value)
         dead = result[DEAD_UNITS.key].number() / max(units, 1)
         rows.append(
@@ -84,10 +84,10 @@ def _table(found: Results) -> Table:
     return Table("Dead and shared units.", columns, rows)
 
 
-def _browser(found: Results, probes: dict[str, Best]) -> Browser:
+def _browser(results: Results, probes: dict[str, Best]) -> Browser:
     vocabulary: dict[str, int] = {}
-    share = BUDGET // len(found), LISTED // len(found)
-    sets = [_browsed(r, result, probes.get(r.name, {}), vocabulary, *share) for r, result in found]
+    share = BUDGET // len(results), LISTED // len(results)
+    sets = [_browsed(r, result, probes.get(r.name, {}), vocabulary, *share) for r, result in results]
     note = "The unit browser needs JavaScript; units.json holds the contexts that it shows."
     return Browser({"tokens": list(vocabulary), "sets": sets}, note)
 
@@ -100,7 +100,7 @@ def _browsed(
     budget: int,
     most: int,
 ) -> dict[str, Any]:
-    """Return what the browser knows of one replacement."""
+    """Return the browser's data of one replacement."""
     described = _described(result, best, vocabulary, budget)
     listed = _listed(result, {*map(int, described), *best}, most)
     rates = result["rates"].numbers()
@@ -113,12 +113,12 @@ def _browsed(
         "rates": [_short(rates[unit]) for unit in listed],
         "maxima": _maxima(result, listed),
         "units": described,
-        "probes": {unit: [[name, _short(f1)] for name, f1 in told] for unit, told in best.items()},
+        "probes": {unit: [[name, _short(f1)] for name, f1 in classes] for unit, classes in best.items()},
     }
 
 
 def _maxima(result: Node, listed: Sequence[int]) -> list[float | None]:
-    """Return the largest activation of each unit, as far as it is known."""
+    """Return the largest activation of each unit, ``None`` where it is not known."""
     maxima = result.get("maxima")
     if maxima is None:
         units = result["units"]
@@ -127,15 +127,18 @@ def _maxima(result: Node, listed: Sequence[int]) -> list[float | None]:
     return [_short(values[n]) if n < len(values) else None for n in listed]
 
 
-def _listed(result: Node, wanted: set[int], most: int) -> list[int]:
+def _listed(result: Node, shown: set[int], most: int) -> list[int]:
     """Return the units to list: those that have something to show, then the busiest."""
     rates = result["rates"].numbers()
-    others = sorted((i for i in range(len(rates)) if i not in wanted), key=lambda i: -rates[i])
-    return sorted([i for i in wanted if i < len(rates)] + others[: max(0, most - len(wanted))])
+    others = sorted((i for i in range(len(rates)) if i not in shown), key=lambda i: -rates[i])
+    return sorted([i for i in shown if i < len(rates)] + others[: max(0, most - len(shown))])
 
 
 def _described(result: Node, best: Best, vocabulary: dict[str, int], budget: int) -> dict[str, Any]:
-    """Return units with contexts: all where they fit, else fewer of each interval, or the probed and first units."""
+    """Return units with contexts: all where they fit into ``budget`` bytes, else fewer contexts, or fewer units.
+
+    Probed units come first, so they are the last to be left out.
+    """
     units = sorted(result["units"].items(), key=lambda pair: pair[0] not in {str(unit) for unit in best})
     for most in (1_000_000, 4, 2, 1):
         words, packed, size = dict(vocabulary), {}, 0
