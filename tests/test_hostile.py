@@ -278,7 +278,7 @@ def test_aliases_and_merged_keys_as_people_use_them_are_followed():
         ("[" * 5000, "nested too deeply"),
         ("- " * 5000, "nested too deeply"),
         ("a: 1\nb: 2\na: 3", "it gives 'a' twice"),
-        ("a: &a [*a]", "holds itself"),
+        ("a: &a [*a]", "contains itself"),
         ("a: " + "9" * 400, "too large"),
         ("a: " + "9" * 5000, "digits"),
         ("a: 0x" + "f" * 40, "too large"),

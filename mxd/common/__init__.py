@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, progress, stopping, files, parsing of untrusted text, processes."""
+"""What all other packages use: errors, progress, stopping, files, parsing of untrusted text, processes."""

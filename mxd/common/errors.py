@@ -10,17 +10,17 @@ _QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*")
 _KEY = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b")
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)$", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What could move a terminal's cursor or change its title, out of a file that a text quotes."""
+"""Characters with which a quoted file could move a terminal's cursor or change its title."""
 LONGEST = 8000
-"""Characters of a message; of a longer one the middle is left out."""
+"""Characters of a message; a longer one loses its middle."""
 SHORTEST = 8
 """Shorter values of environment variables are taken for settings, not for secrets."""
 
 
 def redact(text: str) -> str:
-    """Take secrets out of a text: users, passwords and queries in URLs; keys by their form; what the environment holds.
+    """Take secrets out of a text: users, passwords and queries in URLs; keys known by their form; environment secrets.
 
-    Of the environment those values count whose names end in TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS.
+    The latter are the values of variables whose names end in TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS.
 
     >>> redact("sftp://me:secret@host/folder?token=1 is gone")
     'sftp://host/folder is gone'
@@ -34,9 +34,9 @@ def redact(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text with a mark in the place of each control character; line ends and tabs stay.
+    r"""Return a text with each control character replaced by a mark; line ends and tabs stay.
 
-    Whatever goes to a terminal or into a file for people passes through here once, at the end.
+    All text for a terminal or for a file that people read passes through here once, at the end.
 
     >>> printable("layer\x1b[2J")
     'layer\ufffd[2J'
@@ -58,7 +58,7 @@ class MxdError(Exception):
 
     exit_code = 1
     shared = False
-    """Whether all processes of a launch raise it at the same place, so that one of them may speak for all."""
+    """Whether all processes of a launch raise it together, so that one of them may speak for all."""
 
     def __init__(self, message: str = "") -> None:
         message = printable(redact(message))
@@ -81,11 +81,11 @@ class SharedError(MxdError):
 
 
 class LostError(MxdError):
-    """Another process of the launch failed, ended or does not answer: nothing can be agreed on any more.
+    """Another process of the launch failed, ended or does not answer, so the launch cannot continue.
 
     Args:
-        message: which, and what to do.
-        shared: whether another process says it.
+        message: which process it was, and what to do.
+        shared: whether another process reports it.
     """
 
     def __init__(self, message: str = "", shared: bool = True) -> None:
@@ -97,7 +97,7 @@ def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "")
     """Build the error for a name that is not in a table.
 
     Args:
-        kind: what was looked up, for example ``"method"``.
+        kind: the kind of name, for example ``"method"``.
         got: the name that was given.
         choices: the names that exist.
         remedy: a sentence on what else can be done.
@@ -107,7 +107,7 @@ def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "")
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return an error's first line; its kind where it says nothing, two lines where the first ends with ``:``.
+    r"""Return an error's first line (the first two if it ends with ``:``), or its type where it has no message.
 
     >>> first_line(RuntimeError("Error(s) in loading:\n  size mismatch\n  and more"))
     'Error(s) in loading: size mismatch'

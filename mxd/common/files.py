@@ -20,10 +20,10 @@ from mxd.common.parsing import parse_json
 
 
 def regular(path: Path) -> Path:
-    """Return a path that is an ordinary file, at once where a pipe would block and a device would never end.
+    """Return the path if it is an ordinary file; reading a pipe might block, and a device might never end.
 
     Raises:
-        OSError: there is none, or it is something else.
+        OSError: there is no such file, or it is something else.
     """
     try:
         is_regular = S_ISREG(path.stat().st_mode)
@@ -45,7 +45,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_text(path: Path, most: int | None = None) -> str:
-    """Return the text of an ordinary file of at most so many bytes.
+    """Return the text of an ordinary file of at most ``most`` bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -60,12 +60,12 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a temporary folder that takes the target's place when the block ends well, and vanishes when it does not.
+    """Give a temporary folder that replaces the target if the block succeeds, and is deleted if it fails.
 
     Whatever happens, a power cut included, a reader finds the target whole or not at all.
 
     Raises:
-        MxdError: the disk is full or the place cannot be written.
+        MxdError: the disk is full or the target cannot be written.
     """
     partial = partial_name(target)
     try:
@@ -85,7 +85,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Give a name for a new file that takes the target's place when the block ends well; as ``atomic_folder``.
+    """Give a name for a new file that replaces the target if the block succeeds; as ``atomic_folder``.
 
     Raises:
         MxdError: it cannot be written.
@@ -103,9 +103,9 @@ def atomic_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Give a name for a file at a place that a person chose; as ``atomic_file``, but what is no file stays what it is.
+    """Give a name for a file whose path a person chose: as ``atomic_file``, except for links, pipes and devices.
 
-    Folders above are made, links are followed, and a pipe or device is written to directly.
+    Parent folders are created, links are followed, and a pipe or device is written to directly, not replaced.
 
     Raises:
         MxdError: it cannot be written.
@@ -121,7 +121,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 
 def partial_name(target: Path) -> Path:
-    """Return a new name beside the target for what is not finished; ``clear_partials`` knows it."""
+    """Return a new name beside the target for an unfinished version of it; ``clear_partials`` recognises such names."""
     return target.with_name(f".{target.name}.{uuid4().hex[:8]}")
 
 
@@ -141,7 +141,11 @@ def clear_partials(folder: Path) -> None:
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Say in one line why something could not be written."""
+    """Turn failures to write in the block into one clear error.
+
+    Raises:
+        MxdError: in place of the operating system's or safetensors' error.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -151,9 +155,13 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def settle(path: Path) -> None:
-    """Give a new file the mode that any new file has, and wait until it is on the disk; a folder likewise."""
+    """Give a new file the usual permissions and wait until it, or a folder, is on the disk.
+
+    Raises:
+        OSError: it cannot be written to the disk.
+    """
     if path.is_file():
-        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors files are otherwise their owner's alone
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,10 +173,10 @@ def settle(path: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Give a finished folder, whose files are settled, its name; what had it before goes when that is done.
+    """Give a finished folder, whose files are settled, its final name, then delete the folder that had it before.
 
     Raises:
-        OSError: it could not; the target is as it was.
+        OSError: renaming failed; the target is as it was.
     """
     settle(partial)
     before = partial_name(target) if target.is_dir() else None

@@ -8,13 +8,13 @@ import psutil
 import torch
 
 LENGTH = 0.3
-"""Seconds that a speed is measured for."""
+"""Seconds for which a speed is measured."""
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process can have on a device in all, what it holds already included.
+    """Return how many bytes this process can use on a device in all, those it uses already included.
 
-    On a CPU what the process's control groups (containers, SLURM jobs) leave it counts, too.
+    On a CPU the limits of the process's control groups (containers, SLURM jobs) count, too.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -22,18 +22,24 @@ def free_memory(device: torch.device) -> int:
 
 
 def resident() -> int:
-    """Return the memory that this process holds now."""
+    """Return the bytes of memory that this process uses now."""
     return psutil.Process().memory_info().rss
 
 
 def free_disk(folder: Path) -> int:
-    """Return the bytes that are free where a folder is or would be."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-    return psutil.disk_usage(str(there)).free
+    """Return the bytes that are free on the disk where a folder is or would be."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    return psutil.disk_usage(str(existing)).free
 
 
 def product_speed(device: torch.device, dtype: torch.dtype = torch.float32, tf32: bool = False) -> float:
-    """Return the floating-point operations a second of large matrix products, measured in a third of a second."""
+    """Return the floating-point operations per second of large matrix products, measured in a third of a second.
+
+    Args:
+        device: where.
+        dtype: of the matrices.
+        tf32: allow TF32 for float32 matrices on a GPU.
+    """
     n = 4096 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -47,31 +53,31 @@ def product_speed(device: torch.device, dtype: torch.dtype = torch.float32, tf32
 
 
 def copy_speed(device: torch.device) -> float:
-    """Return the bytes a second that are read and written when a tensor larger than any cache is copied."""
+    """Return the bytes read and written per second when a tensor larger than any cache is copied."""
     a = torch.zeros(2**26, device=device)
     b = torch.ones_like(a)
     return 2 * a.numel() * 4 / _seconds(lambda: b.copy_(a), device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the time of one call: the least of as many as fit into ``LENGTH`` seconds."""
-    found: list[float] = []
+    """Return the time of one call: the shortest of as many as fit into ``LENGTH`` seconds."""
+    times: list[float] = []
     run()
-    while sum(found) < LENGTH:
+    while sum(times) < LENGTH:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
-def _group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield what each control group (version 2) that this process is in has left; files in cache can be given up."""
+def _group_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Yield the memory left in each control group (version 2) of this process; cached files count as free."""
     try:
-        lines = own.read_text(encoding="ascii").splitlines()
+        lines = groups.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return
     path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")

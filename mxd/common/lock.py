@@ -1,4 +1,4 @@
-"""One run in one folder: a lock that ends with its process, however that ends."""
+"""One run per folder: a lock that is released when its process ends, however that happens."""
 
 import errno
 import os
@@ -18,13 +18,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder for this process, for the length of the block; made where it is not there, and gone if left empty.
+    """Reserve a folder for this process while the block runs; create it if needed, and remove it again if left empty.
 
     The kernel holds the lock on an open file, so none outlives its process. Where a file system has no locks, a
     message says so and the block runs.
 
     Raises:
-        MxdError: another process has the folder, or it cannot be written.
+        MxdError: another process has reserved the folder, or it cannot be written.
     """
     if folder.is_file():
         raise MxdError(f"{folder} is a file; choose another run or out.")
@@ -43,8 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
         if error.errno not in _NO_LOCKS:
             raise MxdError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out.") from error
         console.print(
-            f"{folder} lies on a file system without locks ({error.strerror}): see to it yourself that no other run "
-            "uses it.",
+            f"{folder} lies on a file system without locks ({error.strerror}): make sure that no other run uses it.",
             soft_wrap=True,
             markup=False,
         )
@@ -54,12 +53,12 @@ def locked(folder: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
         lock.release()
         for path in made:
-            with suppress(OSError):  # not empty: it is the run's now
+            with suppress(OSError):  # not empty: the run wrote something
                 path.rmdir()
 
 
 def _holder(file: Path) -> str:
-    """Say who holds a lock, as far as the file tells."""
+    """Return who holds a lock, as far as the file says."""
     try:
         return file.read_text(encoding="utf-8") or "another process"
     except (OSError, UnicodeDecodeError):

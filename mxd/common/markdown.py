@@ -1,4 +1,4 @@
-"""Text and tables in Markdown; whatever a text holds is shown, not obeyed."""
+"""Text and tables in Markdown; markup within a text is shown literally."""
 
 import re
 from collections.abc import Sequence
@@ -11,6 +11,6 @@ def literal(text: object) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of cells that are Markdown already; the first row is its head."""
+    """Return a table whose cells are Markdown already; the first row is its header."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

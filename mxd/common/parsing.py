@@ -1,6 +1,6 @@
-"""Texts that anyone may have written, as plain data: JSON and YAML that can neither fill the memory nor run anything.
+"""Untrusted JSON and YAML as plain data, which can neither fill the memory nor run code.
 
-What is wrong with them is a ``ValueError`` that says so in one line; callers add which file it was.
+Whatever is wrong with a text is a ``ValueError`` that says so in one line; callers add which file it was.
 """
 
 import json
@@ -9,17 +9,17 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""Values that a YAML file may hold, every alias counted as often as it is used."""
+"""The most values that a YAML file may hold, every alias counted as often as it is used."""
 DEEPEST = 60
-"""Levels of a YAML file."""
+"""The most levels of a YAML file."""
 MOST_YAML_BYTES = 400_000
-"""A YAML file is read in pure Python, at some 100,000 bytes a second."""
+"""YAML is parsed in pure Python, at about 100,000 bytes per second."""
 LARGEST = 2**63 - 1
-"""Beyond it no size, count or seed makes sense to what computes with them."""
+"""The largest whole number: sizes, counts and seeds are 64-bit integers where they are used."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
+    """Return the data of a JSON text.
 
     Raises:
         ValueError: it is not JSON, nested too deeply, or holds a whole number beyond ``LARGEST``.
@@ -31,10 +31,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML text holds: plain values only, and no more of them than ``MOST_VALUES``.
+    """Return the data of a YAML text: plain values only, and at most ``MOST_VALUES`` of them.
 
     Raises:
-        ValueError: it is not YAML, nested too deeply, too large, names a key twice, holds itself or a number beyond
+        ValueError: it is not YAML, nested too deeply, too large, has a key twice, contains itself or a number beyond
             ``LARGEST``, or asks for Python objects.
     """
     if len(text) > MOST_YAML_BYTES:
@@ -55,35 +55,39 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up early: PyYAML takes seconds to find that it recurses too deeply."""
+    """Refuses deep nesting early: PyYAML takes seconds until it exceeds the recursion limit."""
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Read one node and all that is in it."""
+        """Read one node and everything inside it."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError("it is nested too deeply")
-        found = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
         self.depth -= 1
-        return found
+        return node
 
 
 def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return the number of values under a node, where each alias stands for all that it names."""
+    """Return the number of values under a node, each alias counted as all that it refers to.
+
+    ``known`` holds the sizes of finished nodes, and ``None`` for those that are being counted: to meet one of these
+    again is a cycle.
+    """
     if id(node) not in known:
         known[id(node)] = None
-        inner: list[yaml.Node] = []
+        children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             _refuse_twice(node)
-            inner = [each for pair in node.value for each in pair]
+            children = [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        known[id(node)] = min(1 + sum(_size(each, known) for each in inner), LARGEST)
-    found = known[id(node)]
-    if found is None:
-        raise ValueError("it holds itself: an alias stands within what it names")
-    return found
+            children = node.value
+        known[id(node)] = min(1 + sum(_size(child, known) for child in children), LARGEST)
+    size = known[id(node)]
+    if size is None:
+        raise ValueError("it contains itself: an alias lies inside the value that it refers to")
+    return size
 
 
 def _refuse_twice(node: yaml.MappingNode) -> None:
@@ -105,12 +109,17 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple):
-        for each in value:
-            _check_numbers(each)
+        for item in value:
+            _check_numbers(item)
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
-    """Say in which places two pieces of plain data differ.
+    """Describe where two pieces of plain data differ.
+
+    Args:
+        before: one piece.
+        now: the other.
+        where: the name under which both are found.
 
     >>> differences({"seed": 0, "data": {"bos": True}}, {"seed": 1, "data": {"bos": True}})
     ['seed was 0, is 1']
@@ -121,7 +130,7 @@ def differences(before: Any, now: Any, where: str = "") -> list[str]:
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(before, now, strict=True))]
     else:
         return [] if before == now else [f"{where} was {_short(before)}, is {_short(now)}"]
-    return [found for key, a, b in pairs for found in differences(a, b, f"{where}.{key}".lstrip("."))]
+    return [line for key, a, b in pairs for line in differences(a, b, f"{where}.{key}".lstrip("."))]
 
 
 def _short(value: Any) -> str:
@@ -130,7 +139,7 @@ def _short(value: Any) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with ``?`` for half characters (lone surrogates), which JSON can hold and no UTF-8 can."""
+    """Return a text with ``?`` for half characters (lone surrogates), which JSON can hold but UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
-"""The processes of one launch (torchrun, accelerate launch, SLURM), and what they tell each other.
+"""The processes of one launch (torchrun, accelerate launch, SLURM), and their communication.
 
-A launch of one process is the same with nobody to talk to: every function here then returns at once.
+A launch of one process needs none: every function here then returns at once.
 
-Whoever waits for the others hears signals meanwhile, and learns who is gone: from the connection that ends, or from
-signs of life in the launch's store.
+A process that waits for the others still handles signals, and learns which one is gone: from a connection that ends, or
+from signs of life in the launch's store.
 """
 
 import json
@@ -36,32 +36,32 @@ SIGN = 0.5
 """Seconds between two signs of life."""
 
 QUIET = 3.0
-"""Seconds without one, by which the process that is gone is told from the others."""
+"""Seconds without a sign after which a process counts as gone, once a call has failed."""
 
 PATIENCE = 15.0
-"""Seconds without one, after which whoever was asked to stop no longer waits; torchrun kills after 30."""
+"""The same for a process that was asked to stop and waits for the others; torchrun kills after 30."""
 
 _LOSS = re.compile(r"gloo/|pair closure|NCCL|[Cc]onnection|[Tt]imed out")
-"""In what torch says where another process is gone."""
+"""How torch's errors read when another process is gone."""
 
 
 class Signs:
-    """Signs of life: each process counts up in the launch's store, and looks there for whose count stands still.
+    """Signs of life: each process increments a count in the launch's store, and looks for counts that stand still.
 
-    In a thread and through a connection of its own, so that neither long work nor a store that is gone holds anyone up.
-    What the first to look finds is what all of them say.
+    It does so in a thread of its own with its own connection, so that neither long work nor a lost store blocks anyone.
+    All processes report what the first of them to look has found.
 
     Args:
-        store: the launch's.
+        store: the launch's store.
         rank: this process.
-        world: processes of the launch.
+        world: number of processes of the launch.
         minutes: how long they wait for one another.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, minutes: float) -> None:
         self.rank, self.world, self.minutes = rank, world, minutes
         self.gone: dict[int, str] = {}
-        """Processes that are gone, and why, as far as they said; empty while nobody is missed."""
+        """Processes that are gone -> why, as far as they could say; empty while all are there."""
         self._quiet = math.inf
         self._finder = rank
         self._last_words = ""
@@ -71,12 +71,12 @@ class Signs:
         self._thread.start()
 
     def look(self, quiet: float) -> None:
-        """Look from now on for processes that gave no sign for so many seconds."""
+        """From now on, look for processes that gave no sign for ``quiet`` seconds."""
         self._quiet = quiet
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Find out who is gone where a call of the block fails because of it, which takes some seconds.
+        """Where a call in the block fails because a process is gone, find out which one; this takes some seconds.
 
         Raises:
             LostError: in place of torch's error.
@@ -91,21 +91,23 @@ class Signs:
             raise self.error(str(error)) from error
 
     def error(self, reason: str) -> LostError:
-        """Return the error that says who is gone, or else the reason for it."""
-        remedy = "What was saved last is whole: end what is left of the launch, and start all of it with --resume."
+        """Return the error that names the processes that are gone, or else gives the reason of the failure."""
+        remedy = "The last save is intact: end the remaining processes, and start the whole launch again with --resume."
         if self.gone:
             verb = "ended or do not answer" if len(self.gone) > 1 else "ended or does not answer"
-            said = "".join(f"\n{_ranks([rank])}: {why}" for rank, why in self.gone.items() if why)
-            speaks = self.rank == self._finder and 0 in self.gone  # else the first process does
-            return LostError(f"{_ranks(list(self.gone))} of {self.world} {verb}. {remedy}{said}", shared=not speaks)
+            reasons = "".join(f"\n{_ranks([rank])}: {why}" for rank, why in self.gone.items() if why)
+            speaks = self.rank == self._finder and 0 in self.gone  # otherwise the first process speaks
+            return LostError(f"{_ranks(list(self.gone))} of {self.world} {verb}. {remedy}{reasons}", shared=not speaks)
         if re.search("[Tt]imed out", reason):
-            said = f"the {self.world} processes of the launch live, but did not meet within {self.minutes:g} minutes"
-            return LostError(f"{said}; give them longer with --timeout MINUTES. {remedy}", shared=False)
+            late = (
+                f"the {self.world} processes of the launch are alive but did not meet within {self.minutes:g} minutes"
+            )
+            return LostError(f"{late}; allow more time with --timeout MINUTES. {remedy}", shared=False)
         reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", _line(reason))
         return LostError(f"the connection to another process of the launch was lost: {reason}. {remedy}", shared=False)
 
     def end(self, last_words: str) -> None:
-        """Stop; where others need this process still, they find these words."""
+        """Stop; processes that still need this one find these last words in the store."""
         self._last_words = last_words
         self._over.set()
         self._thread.join(10)  # longer only where the store cannot be reached
@@ -122,32 +124,33 @@ class Signs:
             self._known.set()
 
     def _look(self, store: dist.Store) -> None:
-        now, found = time.monotonic(), {}
+        now, gone = time.monotonic(), {}
         for rank in range(self.world):
             count = store.add(f"sign/{rank}", 0)
             if self._seen.get(rank, (-1, 0))[0] != count:
                 self._seen[rank] = count, now
             words = store.get(f"words/{rank}").decode() if store.check([f"words/{rank}"]) else ""
             if words or now - self._seen[rank][1] > self._quiet:
-                found[rank] = words
-        if found or store.check(["gone"]):
-            said = json.loads(store.compare_set("gone", "", json.dumps([self.rank, list(found.items())])))
-            self._finder, self.gone = said[0], dict(said[1])
+                gone[rank] = words
+        if gone or store.check(["gone"]):
+            # The first to set the key wins; everybody, the loser of a race included, reads the winner's list.
+            finder, ranks = json.loads(store.compare_set("gone", "", json.dumps([self.rank, list(gone.items())])))
+            self._finder, self.gone = finder, dict(ranks)
             self._known.set()
 
 
 @dataclass(frozen=True)
 class Processes:
-    """All processes of a launch, or some of them, as one of them sees it."""
+    """All processes of a launch, or a group of them, from the view of one."""
 
     rank: int = 0
-    """This process among them, from 0."""
+    """The rank of this process among them."""
     world: int = 1
-    """How many they are."""
+    """How many there are."""
     group: Any = None
     """torch.distributed's handle; ``None`` for all of the launch."""
     signs: Signs | None = field(default=None, compare=False, repr=False)
-    """Who of the launch lives."""
+    """Signs of life of the launch's processes."""
 
     @property
     def many(self) -> bool:
@@ -156,29 +159,29 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes and speaks for all."""
+        """Whether this is the process that writes and prints for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return every process's (picklable, own) value, in the order of ranks, to each of them."""
+        """Return the (picklable) values of all processes, in the order of ranks, to each of them."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
-        self._call(lambda: dist.all_gather_object(found, value, group=self.group))
-        return found
+        gathered: list[Any] = [None] * self.world
+        self._call(lambda: dist.all_gather_object(gathered, value, group=self.group))
+        return gathered
 
     def agree(self, given: Mapping[str, Any]) -> None:
-        """Refuse processes that were told different things.
+        """Refuse processes that were started with different settings.
 
         Args:
             given: name -> plain data.
 
         Raises:
-            MxdError: in all of them, with the fields that differ and who was told what.
+            MxdError: in all of them, with the fields that differ and the ranks that have each value.
         """
         if differences := list(_differences("", self.gather(dict(given)))):
             raise SharedError(
-                f"the processes of this launch were not told the same: {'; '.join(differences)}. Start all of them "
+                f"the processes of this launch have different settings: {'; '.join(differences)}. Start all of them "
                 "with the same config, overrides and options."
             )
 
@@ -209,37 +212,41 @@ class Processes:
             tensor /= self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set."""
+        """Return whether any process has set its flag."""
         return bool(self.largest(torch.tensor(int(flag))))
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let a block fail everywhere or nowhere: what one process raises is heard by all, after the block.
+        """Let a block fail in all processes or in none: they exchange their errors after the block.
 
-        Every process must enter; without this one would leave and the others wait for it. An ``MxdError`` is raised by
-        all. After any other error, which nobody foresaw, its process leaves with it, and the others with a
-        ``LostError`` that names it.
+        Every process must enter it. Without this, one would leave and the others would wait for it. An ``MxdError`` is
+        raised by all. Any other error is unforeseen: its process raises it, and the others raise a ``LostError`` that
+        names that process.
+
+        Raises:
+            LostError: another process failed with an unforeseen error.
+            MxdError: a process raised one.
         """
         if self.world == 1:
             yield
             return
-        own: Exception | None = None
+        local: Exception | None = None
         try:
             yield
         except LostError:
             raise
         except Exception as error:
-            own = error
-        foreseen = isinstance(own, MxdError)
-        errors = self.gather(None if own is None else (str(own) if foreseen else _line(own), foreseen))
-        unforeseen = {rank: found[0] for rank, found in enumerate(errors) if found is not None and not found[1]}
-        if unforeseen and own is not None:
-            raise own
+            local = error
+        foreseen = isinstance(local, MxdError)
+        errors = self.gather(None if local is None else (str(local) if foreseen else _line(local), foreseen))
+        unforeseen = {rank: error[0] for rank, error in enumerate(errors) if error is not None and not error[1]}
+        if unforeseen and local is not None:
+            raise local
         for rank, message in unforeseen.items():
-            raise LostError(f"{_ranks([rank])} of {self.world} failed: {message}. What was saved before is whole.")
-        for found in errors:
-            if found is not None:
-                raise SharedError(found[0]) from own
+            raise LostError(f"{_ranks([rank])} of {self.world} failed: {message}. Earlier saves are intact.")
+        for failure in errors:
+            if failure is not None:
+                raise SharedError(failure[0]) from local
 
     def exchange(self, rows: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
         """Send rows to every process and return those received, in the order of ranks.
@@ -251,41 +258,41 @@ class Processes:
         """
         if self.world == 1:
             return rows
-        found = rows.new_empty(sum(expected), *rows.shape[1:])
+        received = rows.new_empty(sum(expected), *rows.shape[1:])
         sent = rows.contiguous()
         self._call(
-            lambda: dist.all_to_all_single(found, sent, list(expected), list(counts), group=self.group), rows.device
+            lambda: dist.all_to_all_single(received, sent, list(expected), list(counts), group=self.group), rows.device
         )
-        return found
+        return received
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Return the processes as torch's sharding tools want them."""
+        """Return the processes as a device mesh, for torch's sharding."""
         return DeviceMesh.from_group(self.group or cast(dist.ProcessGroup, dist.group.WORLD), device)
 
     def split(self, groups: int) -> "tuple[int, Processes]":
         """Divide the processes into equal groups of neighbours; return this one's group number and its group.
 
         Raises:
-            MxdError: they cannot be divided so.
+            MxdError: their number is not a multiple of ``groups``.
         """
         if groups < 1 or self.world % groups:
             raise MxdError(f"{self.world} processes cannot be divided into {groups} equal groups.")
         size = self.world // groups
-        number, place = divmod(self.rank, size)
+        number, rank = divmod(self.rank, size)
         if groups == 1 or size == 1:
-            return number, replace(self, rank=place, world=size, group=self.group if size > 1 else None)
+            return number, replace(self, rank=rank, world=size, group=self.group if size > 1 else None)
         limit = timedelta(minutes=self.signs.minutes) if self.signs is not None else None
         handles = [dist.new_group(list(range(g * size, (g + 1) * size)), timeout=limit) for g in range(groups)]
-        return number, replace(self, rank=place, world=size, group=handles[number])
+        return number, replace(self, rank=rank, world=size, group=handles[number])
 
     def _call(self, call: Callable[[], Any], device: torch.device | None = None) -> None:
-        """Make a call that waits for the others, and hear signals meanwhile.
+        """Make a call that waits for the others, and handle signals meanwhile.
 
-        Their handlers run in the main thread, and not while that is inside of torch; so another thread makes the call.
-        On a GPU a call only hands the work over and does not wait: it is made as it is.
+        Python runs signal handlers in the main thread, but not while it is inside torch; so another thread makes the
+        call. On a GPU a call only enqueues work and does not wait: it is made directly.
 
         Raises:
-            LostError: another process is gone; also once this one was asked to stop, and waits for one that is.
+            LostError: another process is gone; after a request to stop, also while this one waits for it.
         """
         with self.signs.named() if self.signs is not None else nullcontext():
             if device is not None and device.type != "cpu":
@@ -302,7 +309,7 @@ class Processes:
 
 @cache
 def _calls() -> "SimpleQueue[tuple[Callable[[], Any], Future[None]]]":
-    """Return where calls are left for the thread that makes them, one after the other."""
+    """Return the queue of the thread that makes calls, one after the other."""
     calls: SimpleQueue[tuple[Callable[[], Any], Future[None]]] = SimpleQueue()
 
     def make() -> None:
@@ -312,9 +319,9 @@ def _calls() -> "SimpleQueue[tuple[Callable[[], Any], Future[None]]]":
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
-            del call, answer  # and the tensors they hold, before the next is waited for
+            del call, answer  # frees the tensors they hold before waiting for the next
 
-    Thread(target=make, name="mxd-calls", daemon=True).start()  # nobody waits at the end for one that does not return
+    Thread(target=make, name="mxd-calls", daemon=True).start()  # daemon: a call that never returns delays no exit
     return calls
 
 
@@ -323,18 +330,18 @@ ALONE = Processes()
 
 
 def _differences(name: str, values: Sequence[Any]) -> Iterator[str]:
-    """Say where plain data of several processes differ, field by field."""
+    """Describe where plain data of several processes differ, field by field."""
     if all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
         values = [dict(enumerate(value)) for value in values]
     if all(isinstance(value, dict) for value in values):
         for key in dict.fromkeys(key for value in values for key in value):
             yield from _differences(f"{name}.{key}".lstrip("."), [value.get(key) for value in values])
         return
-    told: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        told.setdefault(repr(value), []).append(rank)
-    if len(told) > 1:
-        yield f"{name} is " + ", ".join(f"{value:.80} in {_ranks(ranks)}" for value, ranks in told.items())
+        ranks_of.setdefault(repr(value), []).append(rank)
+    if len(ranks_of) > 1:
+        yield f"{name} is " + ", ".join(f"{value:.80} in {_ranks(ranks)}" for value, ranks in ranks_of.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -344,18 +351,18 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _line(error: object) -> str:
-    """Return a text, or an error with its kind, in one line."""
+    """Return the first line of a text, or of an error with its type."""
     text = (str(error).splitlines() or [""])[0]
     return text if isinstance(error, str | MxdError) else f"{type(error).__name__}: {text}"
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be divided among processes, whole; all of them call this together."""
+    """Return a tensor that may be sharded over processes as a whole; all of them must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return a whole tensor, divided among processes as ``model`` is; each process has the whole to begin with."""
+    """Return a whole tensor, which every process has, sharded over the processes as ``model`` is."""
     if not isinstance(model, DTensor):
         return tensor
     moved = tensor.to(model.device, model.dtype)
@@ -363,7 +370,7 @@ def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def local_device(device: str) -> str:
-    """Return the device of this process: where ``auto`` or ``cuda`` is asked for, each takes a GPU of its own."""
+    """Return the device of this process: for ``auto`` or ``cuda``, each process takes another GPU."""
     if "LOCAL_RANK" in os.environ and device in ("auto", "cuda") and torch.cuda.is_available():
         return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     return device
@@ -371,12 +378,12 @@ def local_device(device: str) -> str:
 
 @contextmanager
 def launched(minutes: float = 10.0) -> Iterator[Processes]:
-    """Join the processes that this one was started with, for the length of the block.
+    """Join the processes that this one was started with, while the block runs.
 
-    torchrun and accelerate launch say in ``WORLD_SIZE`` and ``RANK`` how many there are.
+    torchrun and accelerate launch set ``WORLD_SIZE`` and ``RANK``.
 
     Args:
-        minutes: how long they wait for one another, and no longer.
+        minutes: how long they wait for one another at most.
 
     Raises:
         MxdError: the variables are wrong, or the others cannot be reached.
@@ -403,7 +410,7 @@ def launched(minutes: float = 10.0) -> Iterator[Processes]:
     _joined.append(Processes(int(rank), int(world), signs=signs))
     failed: BaseException | None = None
     try:
-        with signs.named():  # also where torch calls by itself, for weights that are divided
+        with signs.named():  # covers calls that torch makes by itself, for sharded weights
             yield _joined[-1]
     except BaseException as error:
         failed = error

@@ -1,4 +1,4 @@
-"""What a person sees while something runs: a bar with rate and time left on a terminal, about ten lines elsewhere."""
+"""Progress of long work: a bar with rate and time left on a terminal, about ten lines elsewhere."""
 
 import sys
 import time
@@ -17,9 +17,9 @@ WIDTH = 160
 
 
 class PlainConsole(Console):
-    """A console to which text is text: markup and codes of emoji stand as they are, and control characters do nothing.
+    """A console that prints text literally: no markup, no emoji codes, no control characters.
 
-    Where no terminal is known, it is ``WIDTH`` wide.
+    Without a terminal it is ``WIDTH`` columns wide.
     """
 
     def __init__(self, stderr: bool = False) -> None:
@@ -28,11 +28,11 @@ class PlainConsole(Console):
             self.width = WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a text of a string, as wide as it will be shown."""
+        """Make a text of a string, with control characters replaced first, so that its width is right."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as any console does; the text that comes out is printable, also that of ready-made texts."""
+        """Render as any console does, but make all text printable, also that of ready-made ``Text`` objects."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
@@ -42,7 +42,7 @@ console = PlainConsole(stderr=True)
 
 @runtime_checkable
 class Advance(Protocol):
-    """Reports progress: how much more is done, and a short note."""
+    """Reports progress: the amount done since the last call, and a short note."""
 
     def __call__(self, amount: int, note: str = "") -> None:
         """Advance by ``amount``."""
@@ -50,7 +50,14 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Iterator[Advance]:
-    """Show progress from ``done`` to ``total``; on a terminal as a bar, otherwise as about ten lines."""
+    """Show progress from ``done`` to ``total``; on a terminal as a bar, otherwise as about ten lines.
+
+    Args:
+        title: what is going on.
+        total: the amount of work.
+        unit: of the amounts.
+        done: the amount that is done already; it does not count towards the rate.
+    """
     if console.is_terminal:
         with _bar(title, total, unit, done) as advance:
             yield advance

@@ -1,4 +1,4 @@
-"""Asked to stop: by Ctrl-C, or by the SIGTERM of a scheduler that wants the machine back."""
+"""Requests to stop: by Ctrl-C, or by a scheduler's SIGTERM."""
 
 import signal
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Preempted(Interrupted):
 
 
 class Stopped(BaseException):
-    """Ends a block that may be left at any place (``Stop.at_once``); never seen outside of mxd."""
+    """Ends a block that may be interrupted anywhere (``Stop.at_once``); never leaves mxd."""
 
 
 class Stop:
@@ -40,9 +40,12 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a request end the block right where it is, with ``Stopped``, and not only set the flag.
+        """Let a request interrupt the block with ``Stopped``, instead of only setting the flag.
 
-        For work that may take long and can be thrown away, such as waiting for text or filling a window.
+        For work that may take long and can be discarded, such as waiting for text or filling a window.
+
+        Raises:
+            Stopped: the process was asked to stop, before or within the block.
         """
         self._at_once = True
         try:
@@ -53,15 +56,19 @@ class Stop:
             self._at_once = False
 
     def ask(self, number: int) -> None:
-        """Take note of a signal."""
+        """Take note of a signal.
+
+        Raises:
+            Stopped: it came within ``at_once``.
+        """
         self.number = number
         with suppress(RuntimeError, OSError):  # the signal may have come in the middle of other output
-            console.print("stopping once everything up to the last step is saved; once more to leave at once")
+            console.print("stopping once everything up to the last step is saved; press again to quit at once")
         if self._at_once:
             raise Stopped
 
     def error(self, message: str) -> Interrupted:
-        """Return what to raise when everything is saved."""
+        """Return the error to raise when everything is saved."""
         return (Preempted if self.number == signal.SIGTERM else Interrupted)(message)
 
 
@@ -69,7 +76,7 @@ _listening: list[Stop] = []
 
 
 def asked_to_stop() -> bool:
-    """Whether this process was asked to stop, and is on its way to it."""
+    """Return whether this process was asked to stop."""
     return any(stop.is_set for stop in _listening)
 
 
@@ -88,8 +95,8 @@ def stop_signal() -> Iterator[Stop]:
         stop.ask(number)
 
     try:
-        heard = [name for name in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(name) != signal.SIG_IGN]
-        previous = {name: signal.signal(name, ask) for name in heard}
+        handled = [name for name in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(name) != signal.SIG_IGN]
+        previous = {name: signal.signal(name, ask) for name in handled}
     except ValueError:
         yield stop
         return

@@ -1,10 +1,10 @@
 """The contract of a replacement layer: what every method offers, and all that the rest of mxd may use.
 
 layer(x)                 -> y^      drop-in for the MLP: any leading shape, same dtype out
-layer.encode(x)          -> Code    which units, how strongly
+layer.encode(x)          -> Code    which units are active, and how strongly
 layer.decode(x, code)    -> y^      layer(x) == layer.decode(x, layer.encode(x)), always
 layer.gates              -> Gate    how pre-activations are made: scores, the largest, rows, projections
-layer.hidden(x)          -> what the units' outputs depend on, linearly; ``decode`` takes another in its place
+layer.hidden(x)          -> what the units' outputs depend on linearly; ``decode`` accepts another in its place
 layer.unit_output(n, x)  -> [..., d_out]  the direction unit n adds, where the layer is additive
 layer.unit_weight(n)     -> the unit's weight, materialised
 layer.config             -> its frozen config; ``config.num_params`` equals the sum over parameters
@@ -35,9 +35,10 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Initialisation = Literal["paper", "centred"]
 
 BOS_RADIUS = 0.05
-"""An input counts as that of BOS up to this distance, relative to its norm. In float32 BOS's own is below 1e-5 away. At
-block 28 of SmolLM2 one token in 6,000, the first words of contexts, comes nearer than this (0.002 to 0.05): the stored
-constant answers there, too, and is off by up to 20%. At block 9 the nearest other token is 0.045 away, an EOS."""
+"""An input within this distance of the stored BOS input, relative to its norm, is taken for BOS. In float32 BOS itself
+is less than 1e-5 away. At block 28 of SmolLM2 one token in 6,000, the first words of contexts, comes nearer than this
+(0.002 to 0.05): the stored constant is used there, too, and is off by up to 20%. At block 9 the nearest other token is
+0.045 away, an EOS."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -137,14 +138,14 @@ class ReplacementConfig(BaseModel, ABC):
     def sized(self: C, budget: int) -> C:
         """Return a copy with the number of units whose true parameter count is nearest to ``budget``.
 
-        A stored constant comes on top. This solves for ``num_units``, in which the count is affine, so two evaluations
-        determine it; a method where it is not (product keys, hierarchies) solves for a field of its own.
+        A stored constant is not part of the budget. This solves for ``num_units``: the count is affine in it, so two
+        evaluations determine it. A method where it is not (product keys, hierarchies) solves for a field of its own.
 
         Args:
-            budget: parameters.
+            budget: number of parameters.
 
         Raises:
-            MxdError: what the units share (encoder, decoder, skip) alone exceeds the budget.
+            MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
         """
         one, two = (self.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
         per_unit = two - one
@@ -216,12 +217,12 @@ class ReplacementLayer(nn.Module, ABC):
         Args:
             x: what the layer reads.
             code: which units are active, and how strongly.
-            hidden: one hidden state for all tokens, in place of each token's own. The mean over tokens makes every unit
-                add its mean direction, since ``unit_output`` is linear in it.
+            hidden: one hidden state for all tokens, in place of each token's own. With the mean over tokens every unit
+                adds its mean direction, since ``unit_output`` is linear in it.
         """
         rows = self._rows(x)
-        own = self._hidden(rows) if hidden is None else hidden.to(rows).expand(len(rows), -1)
-        out = self._decode(rows, code.reshape(rows.shape[:1]), own)
+        states = self._hidden(rows) if hidden is None else hidden.to(rows).expand(len(rows), -1)
+        out = self._decode(rows, code.reshape(rows.shape[:1]), states)
         if self.bos_out is not None:
             out = torch.where(self._at_bos(rows).unsqueeze(-1), self.bos_out, out)
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
@@ -229,7 +230,7 @@ class ReplacementLayer(nn.Module, ABC):
     def hidden(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch width"]:
         """Return what units' outputs depend on: each ``unit_output`` is a linear function of it, the same for any x.
 
-        Its width is the method's own: 0 where units add fixed directions.
+        Its width depends on the method: 0 where units add fixed directions.
         """
         hidden = self._hidden(self._rows(x))
         return hidden.reshape(*x.shape[:-1], hidden.shape[-1])
@@ -240,7 +241,7 @@ class ReplacementLayer(nn.Module, ABC):
         return code.reshape(x.shape[:-1])
 
     def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
-        """Return where the input is the one at BOS, up to ``BOS_RADIUS``, so that the stored constant is the output."""
+        """Return where the input is that of BOS, up to ``BOS_RADIUS``, so that the output is the stored constant."""
         return self._at_bos(self._rows(x)).reshape(x.shape[:-1])
 
     @torch.no_grad()
@@ -256,7 +257,7 @@ class ReplacementLayer(nn.Module, ABC):
         self.bos_out.copy_(out)
 
     def pre_activations(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch units"]:
-        """Return the dense pre-activations of all units, before ReLU and top-k; of several heads the largest.
+        """Return the dense pre-activations of all units, before ReLU and top-k; with several heads, their maximum.
 
         Raises:
             MxdError: as ``Gate.scores``.
@@ -264,7 +265,7 @@ class ReplacementLayer(nn.Module, ABC):
         return self.gates.scores(self._rows(x)).amax(1).reshape(*x.shape[:-1], self.num_units)
 
     def unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return the direction that unit ``n`` adds to the output for each unit of its activation.
+        """Return the direction that unit ``n`` adds to the output, per unit of activation.
 
         Raises:
             MxdError: the layer is not additive.
@@ -292,13 +293,13 @@ class ReplacementLayer(nn.Module, ABC):
     def initialise(
         self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Initialisation = "paper"
     ) -> None:
-        """Take from the data what training begins with.
+        """Set the parameters that are initialised from data.
 
         Args:
             mean_in: mean of what the layer reads.
             mean_out: mean of the MLP's outputs; the output bias begins there (MxD, section 3.1).
             start: ``paper`` leaves the rest as drawn. ``centred`` also centres the pre-activations, so that all units
-                are active equally often at first and few die (this project's, docs/recipes.md).
+                are active equally often at first and few die (not in the paper: docs/recipes.md).
         """
         self.bias.copy_(mean_out)
         if start == "centred":
@@ -319,29 +320,33 @@ class ReplacementLayer(nn.Module, ABC):
 
     @abstractmethod
     def factor_norms(self) -> Float[Tensor, " units"]:
-        """Return the norm of what of each unit's weight is its own: a row of ``C``, or of a feature's decoder."""
+        """Return the norm of the part of each unit's weight that is not shared: a row of ``C``, or of the decoder."""
 
-    def _unit_output(self, n: int, x: Tensor) -> Tensor:
+    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return the direction of an additive layer's unit, in any dtype."""
         raise NotImplementedError
 
     @abstractmethod
-    def _hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden states of rows ``[tokens, d_in]``."""
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens width"]:
+        """Return the hidden state of each row."""
 
     @abstractmethod
-    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
-        """Decode rows ``[tokens, d_in]``, given their hidden states."""
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens width"]
+    ) -> Float[Tensor, "tokens d_out"]:
+        """Decode rows, given their hidden states."""
 
-    def _at_bos(self, rows: Tensor) -> Tensor:
+    def _at_bos(self, rows: Float[Tensor, "tokens d_in"]) -> Bool[Tensor, " tokens"]:
         if self.bos_in is None:
             return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         rows, stored = rows.float(), self.bos_in.float()  # squares of float16 overflow
-        size = stored.square().sum()  # 0 before anything is stored: no row is nearer than that
+        size = stored.square().sum()  # 0 until something is stored: then no row is near enough
+        # |r - s|^2 = |r|^2 - 2 r.s + |s|^2, which needs no [tokens, d_in] temporary
         distance = torch.linalg.vecdot(rows, rows) - 2 * (rows @ stored) + size
         return distance < BOS_RADIUS**2 * size
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _rows(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "tokens width"]:
+        """Return inputs as rows in the layer's dtype; refuse another width."""
         if x.shape[-1] != self.config.d_in:
             raise MxdError(
                 f"{self.config.label} layer expects inputs of width {self.config.d_in}, got {tuple(x.shape)}"
@@ -349,8 +354,8 @@ class ReplacementLayer(nn.Module, ABC):
         return x.reshape(-1, x.shape[-1]).to(self.bias.dtype)
 
 
-def code_product(code: Code, weight: Tensor) -> Tensor:
-    """Return ``a @ weight`` for the code ``a``: dense where all units are listed, sparse elsewhere."""
+def code_product(code: Code, weight: Float[Tensor, "units columns"]) -> Float[Tensor, "tokens columns"]:
+    """Return ``a @ weight`` for the code ``a``: a dense product where all units are listed, else a sparse one."""
     if code.all_units and len(code.activations) > 1 and code.activations.stride(0) == 0:
         return (code.activations[:1] @ weight).expand(len(code.activations), -1)  # one code for every token
     if code.all_units:
@@ -359,7 +364,13 @@ def code_product(code: Code, weight: Tensor) -> Tensor:
 
 
 def linear_init(rows: int, columns: int, fan_in: int) -> nn.Parameter:
-    """Return a parameter drawn as ``nn.Linear`` draws its weight: uniform in +-1/sqrt(fan_in)."""
+    """Return a parameter drawn as ``nn.Linear`` draws its weight: uniform in +-1/sqrt(fan_in).
+
+    Args:
+        rows: its first dimension.
+        columns: its second dimension.
+        fan_in: inputs of the linear map, whichever dimension that is.
+    """
     bound = 1 / math.sqrt(fan_in)
     return nn.Parameter(torch.empty(rows, columns).uniform_(-bound, bound))
 

@@ -37,7 +37,7 @@ class EncodedConfig(ReplacementConfig):
 
     @property
     def encoder_params(self) -> int:
-        """Parameters of the encoder, biases included."""
+        """Number of the encoder's parameters, biases included."""
         return (2 if self.glu else 1) * (self.hidden or 0) * ((self.d_in or 0) + 1)
 
     def resolve_encoder(self: C, mlp: MLPShape) -> C:

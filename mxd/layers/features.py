@@ -24,7 +24,7 @@ class FeatureLayer(ReplacementLayer):
         """``x @ encoder.T + encoder_bias``: one row for each feature."""
         return LinearGate(self.encoder, self.encoder_bias)
 
-    def _unit_output(self, n: int, x: Tensor) -> Tensor:
+    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``d_n``, the same for every input."""
         return self.decoder[n].expand(*x.shape[:-1], -1)
 
@@ -40,7 +40,7 @@ class FeatureLayer(ReplacementLayer):
         """Return ``||d_n||``: nothing of a feature's weight is shared."""
         return self.unit_norms()
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens 0"]:
         return x.new_empty(len(x), 0)
 
     def features_out(self, code: Code) -> Float[Tensor, "tokens d_out"]:

@@ -1,7 +1,7 @@
 """Gates: how a layer's pre-activations are made from its input, whatever is stored to make them.
 
-What stands outside ``layers/`` asks a gate, never for a matrix ``[units, d_in]``: product keys have N = n^2 units and
-store 2 n rows. A gate is made anew whenever ``ReplacementLayer.gates`` is asked for, around the layer's parameters.
+Code outside ``layers/`` asks a gate and never expects a matrix ``[units, d_in]``: product keys have N = n^2 units and
+store 2 n rows. ``ReplacementLayer.gates`` returns a new gate each time, a view of the layer's parameters.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from mxd.common.errors import MxdError
 from mxd.ops import CandidateDtype, Selection, topk_linear
 
 MOST_SCORES = 2**30
-"""Pre-activations that are formed at a time at most: 4 GiB in float32."""
+"""The most pre-activations that are formed at a time: 4 GiB in float32."""
 
 
 class Gate(ABC):
@@ -46,8 +46,9 @@ class Gate(ABC):
         Args:
             x: what the layer reads.
             k: how many.
-            candidates: what all pre-activations may be formed in before the largest are formed exactly.
-            selection: a new one, for whoever decodes by the same indices.
+            candidates: the dtype in which all pre-activations may be computed to find candidates, whose
+                pre-activations are then computed in float32.
+            selection: a new one, to be passed on to the decoder of the same indices.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""CP-muMoE in the decoder (Oldfield et al., muMoE, NeurIPS 2024; MxD, equation 22): the low-rank rival of MxD.
+"""CP-muMoE in the decoder (Oldfield et al., muMoE, NeurIPS 2024; MxD, equation 22): MxD's low-rank counterpart.
 
     y^ = ((a C') * (z D')) W + b,   C' [N, R],  D' [H, R],  W [R, d_out]
 
@@ -77,7 +77,7 @@ class CPMuMoE(ReplacementLayer):
         """``x @ gate.T + gate_bias``: one row for each expert."""
         return LinearGate(self.gate, self.gate_bias)
 
-    def _unit_output(self, n: int, x: Tensor) -> Tensor:
+    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = ((z D') * c'_n) W``."""
         return ((self.encoder(x) @ self.input_factor) * self.expert_factor[n]) @ self.output_factor
 
@@ -94,8 +94,10 @@ class CPMuMoE(ReplacementLayer):
         """Return ``||c'_n||``."""
         return self.expert_factor.square().sum(-1).clamp_min(1e-30).sqrt()
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens rank"]:
         return self.encoder(x) @ self.input_factor
 
-    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens rank"]
+    ) -> Float[Tensor, "tokens d_out"]:
         return (code_product(code, self.expert_factor) * hidden) @ self.output_factor + self.bias

@@ -40,7 +40,7 @@ class MxDConfig(EncodedConfig):
         return self.resolve_encoder(mlp)
 
     def paper_units(self, width: int) -> int:
-        """Return N of the paper's table 2, from its two conventions (one for each encoder form).
+        """Return N of the paper's table 2, by its two conventions (one for each encoder form).
 
         With an MLP encoder it counts ``width`` encoder biases on both sides; with a GLU encoder the counts are true.
         """
@@ -79,7 +79,7 @@ class MxD(ReplacementLayer):
         """``x @ gate.T + gate_bias``: one row for each expert."""
         return LinearGate(self.gate, self.gate_bias)
 
-    def _unit_output(self, n: int, x: Tensor) -> Tensor:
+    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""
         return (self.encoder(x) @ self.decoder) * self.expert_scale[n]
 
@@ -114,14 +114,18 @@ class MxD(ReplacementLayer):
         self.expert_scale.data[0] = 1.0
 
     @torch.no_grad()
-    def initialise(self, mean_in: Tensor, mean_out: Tensor, start: Initialisation = "paper") -> None:
-        """As the base's; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
+    def initialise(
+        self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Initialisation = "paper"
+    ) -> None:
+        """As ``ReplacementLayer.initialise``; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
         super().initialise(mean_in, mean_out, start)
         if start == "centred":
             self.expert_scale.mul_(SPREAD)
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens d_out"]:
         return self.encoder(x) @ self.decoder
 
-    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_out"]
+    ) -> Float[Tensor, "tokens d_out"]:
         return torch.addcmul(self.bias, code_product(code, self.expert_scale), hidden)

@@ -1,4 +1,4 @@
-"""What training minimises, forward and backward: the trainer runs it, and the planner meters it."""
+"""What training minimises, forward and backward: the trainer runs it, and the planner measures it."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from mxd.ops.losses import normalize, squared_error
 
 
 class Objective(NamedTuple):
-    """What one pass over some tokens gave."""
+    """The results of one forward and backward pass."""
 
     code: Code
     """Which units were active."""
@@ -30,7 +30,7 @@ def forward_backward(
         layer: the layer.
         x: the MLP's inputs.
         y: the MLP's outputs.
-        parts: equal parts of the batch; the gradients of all of them add up to the whole batch's.
+        parts: number of equal parts of the batch; their gradients add up to the whole batch's.
     """
     read = layer.read(x, y)
     code = layer.encode(read)

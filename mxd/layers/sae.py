@@ -2,12 +2,13 @@
 
     y^ = z D + b,   z = TopK(relu(y E^T + b_E), K)
 
-It reads the output ``y`` of the base MLP, so it explains that MLP but cannot do without it.
+It reads the output ``y`` of the base MLP, so it explains that MLP but cannot replace it.
 """
 
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
+from jaxtyping import Float
 from pydantic import model_validator
 from torch import Tensor
 
@@ -62,5 +63,7 @@ class TopKSAE(FeatureLayer):
         super().__init__(config)
         self.decoder.data.copy_(F.normalize(self.encoder.data, dim=1))
 
-    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"]
+    ) -> Float[Tensor, "tokens d_out"]:
         return self.features_out(code)

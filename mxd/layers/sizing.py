@@ -10,7 +10,13 @@ C = TypeVar("C", bound=ReplacementConfig)
 
 
 def transcoder_params(d_in: int, d_out: int, width: int) -> int:
-    """Return the parameters of a transcoder of ``width`` features: encoder, its biases, decoder, output bias."""
+    """Return the number of parameters of a transcoder: encoder, its biases, decoder, output bias.
+
+    Args:
+        d_in: width of its input.
+        d_out: width of its output.
+        width: number of features.
+    """
     return width * (d_in + 1) + width * d_out + d_out
 
 
@@ -22,7 +28,7 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     Args:
         config: a config whose widths are known (``config.resolve(mlp_shape)``).
         expansion: the transcoder's width as a multiple of the model's.
-        match: ``exact`` counts true parameters of both; ``paper`` follows the conventions behind the paper's table 2.
+        match: ``exact`` counts the true parameters of both; ``paper`` follows the conventions of the paper's table 2.
 
     Raises:
         MxdError: the budget is too small, or K is larger than the number of units found.

@@ -24,8 +24,8 @@ Weighting = Literal["none", "factor", "norm"]
 class Sparsity(nn.Module, ABC):
     """Chooses units from their pre-activations.
 
-    What a kind counts as it trains (running statistics, thresholds, draws) lives in buffers, which are saved with the
-    layer, and changes in training mode only.
+    State that a kind updates in training (running statistics, thresholds, draws) lives in buffers, which are saved with
+    the layer, and changes in training mode only.
     """
 
     candidates: CandidateDtype = "float32"
@@ -36,14 +36,26 @@ class Sparsity(nn.Module, ABC):
         """Return the code of some tokens."""
 
     def seed(self, seed: int) -> None:
-        """Take from a run's seed what is drawn in training; most kinds draw nothing."""
+        """Set the seed of what is drawn in training; most kinds draw nothing."""
 
-    @abstractmethod
     def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Float[Tensor, ""]:
-        """Return the term added to the training loss, given the layer's functions of these names."""
+        """Return the term added to the training loss: zero for most kinds.
+
+        Args:
+            code: the code of some tokens.
+            unit_norms: the layer's function of this name.
+            factor_norms: the layer's function of this name.
+        """
+        return code.zero()
 
     def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
-        """Return the code of the ``k`` largest positive pre-activations of each token."""
+        """Return the code of the ``k`` largest positive pre-activations of each token.
+
+        Args:
+            x: what the layer reads.
+            gate: the layer's gate.
+            k: how many.
+        """
         selection = Selection()
         activations, indices = gate.top(x, k, self.candidates if self.training else "float32", selection)
         return Code(activations, indices, selection=selection)
@@ -66,7 +78,7 @@ class SparsityConfig(BaseModel, ABC):
 
     @abstractmethod
     def build(self, units: int) -> Sparsity:
-        """Build the module for a layer of so many units."""
+        """Build the module for a layer of ``units`` units."""
 
 
 class TopKConfig(SparsityConfig):
@@ -75,7 +87,7 @@ class TopKConfig(SparsityConfig):
     kind: Literal["topk"] = "topk"
     """Selects this kind."""
     k: PositiveInt = 32
-    """Units active for a token, at most."""
+    """The most units active for a token."""
 
     @property
     def max_k(self) -> int:
@@ -101,7 +113,7 @@ class RandomKConfig(SparsityConfig):
     kind: Literal["random_k"] = "random_k"
     """Selects this kind."""
     k: PositiveInt = 32
-    """Units active for a token at evaluation, at most, and on average in training."""
+    """The most units active for a token at evaluation, and on average in training."""
     spread: PositiveInt = 2
     """The drawn K differs from ``k`` by at most ``k // spread``."""
 
@@ -182,16 +194,12 @@ class TopK(Sparsity):
         """Keep the K largest."""
         return self.top(x, gate, self.k)
 
-    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
-        """Nothing is added."""
-        return code.zero()
-
 
 class RandomK(Sparsity):
-    """``TopK`` with a K drawn anew for every training step.
+    """``TopK`` with another K drawn for every training step.
 
-    ``draws`` is the place in the sequence of all draws: it begins where the seed says and goes up by one with each, so
-    that a resumed run agrees.
+    ``draws`` is the position in the sequence of all draws: the seed says where it begins, and each draw moves it on by
+    one, so that a resumed run draws the same.
     """
 
     draws: Tensor
@@ -203,7 +211,7 @@ class RandomK(Sparsity):
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
 
     def seed(self, seed: int) -> None:
-        """Begin at a place of the seed's own: 2^32 draws lie between two neighbouring seeds."""
+        """Begin at a position that depends on the seed; neighbouring seeds are 2^32 draws apart."""
         self.draws.fill_(seed % 2**31 << 32)
 
     def forward(self, x: Tensor, gate: Gate) -> Code:
@@ -214,18 +222,14 @@ class RandomK(Sparsity):
             self.draws += 1
         return self.top(x, gate, k)
 
-    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
-        """Nothing is added."""
-        return code.zero()
-
 
 class ReLUL1(Sparsity):
     """``a = relu(x G + b_G)`` with ``l1 * mean_tokens sum_n |a_n| w_n`` in the loss.
 
-    The MxD paper prints ``lambda ||.||_1`` on the activations and does not say whether rows are held at some norm.
+    The MxD paper prints ``lambda ||.||_1`` on the activations and does not say whether rows are kept at a fixed norm.
     Where they are not, half the activation and twice the row are the same function at half the penalty; weighted by
-    ``norm`` or ``factor`` they cost the same. To hold rows at unit norm would add nothing to ``factor``, since
-    ``a_n ||c_n||`` is the activation that such a layer has.
+    ``norm`` or ``factor`` they cost the same. Normalising rows would add nothing to ``factor``, since ``a_n ||c_n||``
+    is the activation that such a layer has.
     """
 
     def __init__(self, l1: float, weighting: Weighting) -> None:
@@ -237,7 +241,7 @@ class ReLUL1(Sparsity):
         return _every_unit(torch.relu(_one_head(gate, x)))
 
     def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
-        """Return the weighted L1 norm of the activations, averaged over tokens."""
+        """As ``Sparsity.penalty``: the weighted L1 norm of the activations, averaged over tokens."""
         norms = {"none": None, "factor": factor_norms, "norm": unit_norms}[self.weighting]
         rows = code.activations.reshape(-1, code.activations.shape[-1])
         return self.l1 * (rows.sum(-1) if norms is None else rows @ norms()).mean()
@@ -260,17 +264,13 @@ class JumpReLU(Sparsity):
         positive = torch.relu(_one_head(gate, x))
         return _every_unit(positive * (positive > self.threshold))
 
-    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Tensor:
-        """Nothing is added."""
-        return code.zero()
 
-
-def _one_head(gate: Gate, x: Tensor) -> Tensor:
+def _one_head(gate: Gate, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens units"]:
     """Return the pre-activations of a gate with a single head, all units in order."""
     return gate.scores(x).squeeze(1)
 
 
-def _every_unit(activations: Tensor) -> Code:
+def _every_unit(activations: Float[Tensor, "tokens units"]) -> Code:
     """Return the code that lists all units in order."""
     units = torch.arange(activations.shape[-1], device=activations.device)
     return Code(activations, units.expand(activations.shape), all_units=True)

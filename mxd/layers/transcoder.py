@@ -6,6 +6,7 @@ y^ = z D + b [+ x S],   z = TopK(relu(x E^T + b_E), K)                          
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.layers.base import MLPShape, ReplacementConfig, zeros
@@ -38,7 +39,7 @@ class TranscoderConfig(ReplacementConfig):
         return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
 
     def paper_units(self, width: int) -> int:
-        """Return ``width``: the paper gives the skip transcoder the skip on top."""
+        """Return ``width``: the paper does not count the skip."""
         return width
 
     def _make(self) -> "Transcoder":
@@ -54,6 +55,8 @@ class Transcoder(FeatureLayer):
         super().__init__(config)
         self.skip = zeros(config.d_in or 0, config.d_out or 0) if config.skip else None
 
-    def _decode(self, x: Tensor, code: Code, hidden: Tensor) -> Tensor:
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"]
+    ) -> Float[Tensor, "tokens d_out"]:
         out = self.features_out(code)
         return out if self.skip is None else torch.addmm(out, x, self.skip)

@@ -1,4 +1,4 @@
-"""Model families: where each keeps its blocks, what form its MLPs have, and what their weights are.
+"""Model families: where each keeps its blocks, and the form and weights of its MLPs.
 
 The site is the block's ``mlp`` module of the unmodified Hugging Face model: its input is the pre-MLP activation
 (after the layer norm with its affine part), its output the post-MLP activation, before the residual sum.
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError, first_line
@@ -17,7 +18,7 @@ from mxd.layers.base import Activation
 
 @dataclass(frozen=True)
 class Family:
-    """Where a model family keeps its blocks, and what the linear maps of its MLP are called."""
+    """Where a model family keeps its blocks, and the names of its MLP's linear maps."""
 
     blocks: str
     encoder: str
@@ -43,14 +44,14 @@ _ACTIVATION_NAMES: dict[str, Activation] = {
 
 
 def find_blocks(module: nn.Module, name: str) -> nn.ModuleList:
-    """Return a model's blocks: by the table for known families, else the one list whose members all carry an ``mlp``.
+    """Return a model's blocks: by the table for known families, else the only list whose members all have an ``mlp``.
 
     Args:
         module: the Hugging Face model.
-        name: what messages call it.
+        name: the model's name in messages.
 
     Raises:
-        MxdError: it has none, or several such lists.
+        MxdError: it has no such list, or several.
     """
     family = FAMILIES.get(getattr(module.config, "model_type", ""))
     if family is not None:
@@ -64,9 +65,9 @@ def find_blocks(module: nn.Module, name: str) -> nn.ModuleList:
         if isinstance(child, nn.ModuleList) and len(child) and all(hasattr(unwrap(b), "mlp") for b in child)
     ]
     if len(lists) != 1:
-        found = "no list" if not lists else f"{len(lists)} lists"
+        count = "no list" if not lists else f"{len(lists)} lists"
         raise MxdError(
-            f"{name}: model type {getattr(module.config, 'model_type', '?')!r} has {found} of blocks that carry an "
+            f"{name}: model type {getattr(module.config, 'model_type', '?')!r} has {count} of blocks that carry an "
             f"`mlp` module. Known families: {', '.join(FAMILIES)}, and any other with exactly one such list."
         )
     return lists[0]
@@ -75,7 +76,7 @@ def find_blocks(module: nn.Module, name: str) -> nn.ModuleList:
 def mlp_slot(block: nn.Module) -> tuple[nn.Module, str]:
     """Return the module and attribute that hold a block's MLP, so that ``setattr`` replaces it.
 
-    On a TransformerLens bridge that is the inside of the MLP's bridge: its ``hook_in`` and ``hook_out`` stay.
+    On a TransformerLens bridge that is the module inside the MLP's bridge: its ``hook_in`` and ``hook_out`` stay.
     """
     block = unwrap(block)
     if _wrapped(block.mlp):
@@ -98,9 +99,9 @@ def mlp_widths(mlp: nn.Module, model: Any, name: str) -> tuple[int, int]:
     """Return an MLP's input and output width, found by running it on two tokens.
 
     Args:
-        mlp: the MLP; of a spliced block, the one that it had before.
+        mlp: the MLP; of a spliced block, its original one.
         model: the Hugging Face model that it belongs to.
-        name: what messages call it.
+        name: its name in messages.
 
     Raises:
         MxdError: it does not map one tensor to one tensor of the same shape.
@@ -125,7 +126,7 @@ def mlp_widths(mlp: nn.Module, model: Any, name: str) -> tuple[int, int]:
 
 
 def mlp_shape(mlp: nn.Module, config: Any, widths: tuple[int, int]) -> MLPShape:
-    """Return an MLP's form, with ``None`` where it cannot be read.
+    """Return an MLP's form, with ``None`` for what cannot be read.
 
     Args:
         mlp: the MLP.
@@ -161,7 +162,7 @@ def mlp_weights(mlp: nn.Module) -> MLPWeights:
 
 
 def _family_of(mlp: nn.Module) -> Family | None:
-    """Return the table's entry whose linear maps this MLP has, and has alone."""
+    """Return the family in the table with exactly this MLP's linear maps, or ``None``."""
     for family in FAMILIES.values():
         names = {n for n in (family.encoder, family.decoder, family.encoder_glu) if n}
         with_weights = {n for n, child in mlp.named_children() if any(True for _ in child.parameters())}
@@ -170,8 +171,8 @@ def _family_of(mlp: nn.Module) -> Family | None:
     return None
 
 
-def _read(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight ``[out, in]`` and bias of one of the MLP's linear maps (GPT-2's Conv1D stores ``[in, out]``)."""
+def _read(mlp: nn.Module, name: str) -> tuple[Float[Tensor, "out in"], Float[Tensor, " out"] | None]:
+    """Return weight and bias of one of the MLP's linear maps (GPT-2's Conv1D stores ``[in, out]``)."""
     linear = unwrap(getattr(mlp, name))
     weight = linear.weight.detach()
     bias = linear.bias.detach() if linear.bias is not None else None

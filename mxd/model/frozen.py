@@ -1,4 +1,4 @@
-"""A frozen base model: its MLPs, what flows through them, and what it is recognized by."""
+"""A frozen base model: its MLPs, their activations, and hashes that identify it."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ _BESIDE = re.compile(
     r"_name_or_path|architectures|transformers_version|(torch_)?dtype|quantization_config|use_cache|return_dict|"
     r"problem_type|id2label|label2id|output_.*|summary_.*|.*_token_id|.*drop.*|initializer_range"
 )
-"""Settings of a model that no activation depends on. Nor are those counted that are off: later versions add such."""
+"""Settings that no activation depends on. Those that are off do not count either: later versions add more of them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FrozenModel:
     source: str
     """Hub id, path or bundled name."""
     revision: str | None
-    """The commit it was loaded at, where known."""
+    """The commit that it was loaded from, where known."""
     blocks: nn.ModuleList
     """Its transformer blocks."""
 
@@ -50,7 +50,7 @@ class FrozenModel:
 
     @property
     def dtype(self) -> str:
-        """What it runs in, as ``load_frozen`` names it."""
+        """The dtype it runs in, by ``load_frozen``'s names."""
         if getattr(self.module, "is_loaded_in_8bit", False):
             return "int8"
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
@@ -75,7 +75,7 @@ class FrozenModel:
         return mlp_slot(self.blocks[block])
 
     def mlp(self, block: int) -> nn.Module:
-        """Return the block's MLP module, or what is spliced in its place."""
+        """Return the block's MLP module, or the module that is spliced in its place."""
         parent, name = self.slot(block)
         return cast(nn.Module, getattr(parent, name))
 
@@ -85,11 +85,11 @@ class FrozenModel:
         Raises:
             MxdError: it does not map one tensor to one tensor of the same shape.
         """
-        mlp = getattr(self.mlp(block), "base", self.mlp(block))  # of a spliced block: the MLP it had
+        mlp = getattr(self.mlp(block), "base", self.mlp(block))  # of a spliced block: the original MLP
         return mlp_widths(mlp, self.module, f"{self.source}: the MLP of block {block}")
 
     def mlp_shape(self, block: int) -> MLPShape:
-        """Return the form of the block's MLP, with ``None`` where it cannot be read."""
+        """Return the form of the block's MLP, with ``None`` for what cannot be read."""
         return mlp_shape(self.mlp(block), self.config, self.mlp_widths(block))
 
     def mlp_weights(self, block: int) -> MLPWeights:
@@ -104,10 +104,10 @@ class FrozenModel:
         return mlp_weights(mlp)
 
     def fingerprint(self, block: int) -> str:
-        """Return a short hash of the block's MLP weights; the same in float32, bfloat16 and where copied.
+        """Return a short hash of the block's MLP weights, the same for float32, bfloat16 and copies of the model.
 
-        A strided sample of each tensor, rounded to bfloat16, is hashed: replacements carry it, so that splicing
-        into another model or another block is noticed whatever the model is called.
+        A strided sample of each tensor, rounded to bfloat16, is hashed. Replacements store it, so that splicing into
+        another model or another block is noticed whatever the model is called.
         """
         digest = hashlib.sha256()
         _sample(digest, self.mlp(block).parameters())
@@ -116,9 +116,9 @@ class FrozenModel:
     def base_fingerprint(self) -> str:
         """Return a short hash of the whole model: its settings, and all its weights as ``fingerprint`` samples them.
 
-        Whatever changes what the model computes changes it: embeddings, norms, any block, the base of its rotary
-        embedding. Where it was loaded from, and in which dtype, does not. A TransformerLens bridge, which splits the
-        weights of attention, has another.
+        It depends on everything that the model computes with (embeddings, norms, every block, the base of the rotary
+        embedding), but not on where the model was loaded from, nor on its dtype. A TransformerLens bridge, which splits
+        the attention weights, has a different hash.
         """
         settings = {k: v for k, v in self.config.to_dict().items() if v and not _BESIDE.fullmatch(k)}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
@@ -127,7 +127,7 @@ class FrozenModel:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids it has embeddings for."""
+        """The number of token ids that it has embeddings for."""
         return len(cast(Any, self.module).get_input_embeddings().weight)
 
     @torch.no_grad()
@@ -140,21 +140,21 @@ class FrozenModel:
         self, ids: Int[Tensor, "batch seq"], blocks: Sequence[int]
     ) -> dict[int, tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]]]:
         """Return the MLPs' inputs and outputs at some blocks; the forward stops after the last of them."""
-        with self.watched(blocks, stop=True) as found:
+        with self.watched(blocks, stop=True) as recorded:
             self.module(input_ids=ids.to(self.device), use_cache=False)
-        return found
+        return recorded
 
     @contextmanager
     def watched(self, blocks: Sequence[int], stop: bool = False) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-        """Collect ``block -> (MLP input, MLP output)`` of the forwards of this context.
+        """Collect ``block -> (MLP input, MLP output)`` from the forward passes inside the ``with`` block.
 
-        With ``stop``, a forward ends after the last of the blocks, and the context ends with it.
+        With ``stop``, the first forward pass ends after the last of the blocks, and the ``with`` block with it.
         """
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
         def keep(block: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                found[block] = (args[0], output)
+                recorded[block] = (args[0], output)
                 if stop and block == max(blocks):
                     raise _StopForward
 
@@ -162,7 +162,7 @@ class FrozenModel:
 
         handles = [self.mlp(block).register_forward_hook(keep(block)) for block in sorted(set(blocks))]
         try:
-            yield found
+            yield recorded
         except _StopForward:
             pass
         finally:
@@ -171,20 +171,20 @@ class FrozenModel:
 
     @contextmanager
     def resumed(self, block: int, hidden: Any) -> Iterator[None]:
-        """Run forwards from block ``block`` on: the blocks below hand on ``hidden`` without computing anything.
+        """Start forward passes at block ``block``: the blocks below return ``hidden`` without computing anything.
 
         Args:
             block: the first block that runs.
             hidden: what block ``block - 1`` returned for the same input (``block_outputs``); unused for block 0.
         """
-        below = [unwrap(module) for module in self.blocks[:block]]  # a bridge around it hands on what it is given
-        own = [module.__dict__.get("forward") for module in below]  # set where accelerate has hooked a block
+        below = [unwrap(module) for module in self.blocks[:block]]  # a bridge around a block returns what it returns
+        hooked = [module.__dict__.get("forward") for module in below]  # set where accelerate has hooked a block
         for module in below:
             module.forward = lambda *args, **kwargs: hidden
         try:
             yield
         finally:
-            for module, forward in zip(below, own, strict=True):
+            for module, forward in zip(below, hooked, strict=True):
                 if forward is None:
                     del module.forward
                 else:
@@ -192,22 +192,22 @@ class FrozenModel:
 
     @contextmanager
     def block_outputs(self, blocks: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """Collect, for each given block, what the block below it returns in the forwards of this context."""
-        found: dict[int, Any] = {}
+        """Collect, for each given block, what the block below it returns in forwards inside the ``with`` block."""
+        outputs: dict[int, Any] = {}
 
         def keep(block: int) -> Callable[..., None]:
-            return lambda module, args, output: found.__setitem__(block, output)
+            return lambda module, args, output: outputs.__setitem__(block, output)
 
         handles = [unwrap(self.blocks[block - 1]).register_forward_hook(keep(block)) for block in blocks if block > 0]
         try:
-            yield found
+            yield outputs
         finally:
             for handle in handles:
                 handle.remove()
 
 
 def _sample(digest: Any, parameters: Iterable[Tensor]) -> None:
-    """Add shapes and samples of some weights to a hash."""
+    """Add the shapes of some weights, and about 65,536 values of each in bfloat16, to a hash."""
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 65536)].to("cpu", torch.bfloat16)
@@ -216,4 +216,4 @@ def _sample(digest: Any, parameters: Iterable[Tensor]) -> None:
 
 
 class _StopForward(Exception):
-    """Ends a forward whose remaining blocks nobody needs."""
+    """Ends a forward pass whose remaining blocks are not needed."""

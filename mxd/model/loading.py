@@ -16,11 +16,11 @@ from mxd.common.errors import MxdError, first_line, unknown
 from mxd.common.hardware import free_memory
 from mxd.model.families import find_blocks
 from mxd.model.frozen import FrozenModel
-from mxd.model.vetting import Held, Place, bounded, find_weights, read_config
+from mxd.model.vetting import ModelFiles, WeightCounts, bounded, find_weights, read_config
 
 BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
-"""What a base model's activations are in. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
+"""Dtypes of a base model's activations. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
 
 
 def load_frozen(
@@ -35,35 +35,33 @@ def load_frozen(
 ) -> FrozenModel:
     """Load a base model and freeze it.
 
-    Its files are taken for anybody's: see docs/security.md for what is looked at before transformers reads them.
+    Its files are not trusted: docs/security.md says what is checked before transformers reads them.
 
     Args:
         source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
             model, or a TransformerLens bridge.
         revision: branch, tag or commit on the Hub.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``); for
-            loaded objects their own dtype stays.
-        device: ``auto`` (the best there is), ``cpu``, ``cuda``, ``cuda:1``; loaded objects stay where
-            they are.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``);
+            loaded objects keep their dtype.
+        device: ``auto`` (the best available), ``cpu``, ``cuda``, ``cuda:1``; loaded objects stay where they are.
         tokenizer: used for loaded objects; otherwise the source's own is loaded.
-        trust_remote_code: run model code from the repository, and kernels that its config names. Off unless asked for
-            by name.
+        trust_remote_code: run model code from the repository, and kernels that its config names.
         local_files_only: never ask the Hub.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file, by torch's weights-only loader.
 
     Raises:
-        MxdError: nothing is found under that name, the Hub cannot be reached, its files are damaged or ask for what
-            they may not, or the blocks have no usable MLP.
+        MxdError: nothing is found under that name, the Hub cannot be reached, its files are damaged or ask for
+            something that is not allowed, or the blocks have no usable MLP.
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if isinstance(source, str | Path):
         name = str(source)
-        on = pick_device(device)
+        target = pick_device(device)
         with _explained(name):
-            place = _place(name, revision, trust_remote_code, local_files_only)
-            module, tokenizer = _load(name, place, dtype, on, allow_pickle, tokenizer)
-        frozen = _wrap(module, tokenizer, name, place.revision)
+            files = _find_model(name, revision, trust_remote_code, local_files_only)
+            module, tokenizer = _load(name, files, dtype, target, allow_pickle, tokenizer)
+        frozen = _wrap(module, tokenizer, name, files.revision)
     else:
         frozen = wrap(source, tokenizer)
     frozen.module.eval().requires_grad_(False)
@@ -71,7 +69,7 @@ def load_frozen(
 
 
 def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
-    """Return a loaded Hugging Face model or a TransformerLens bridge in this project's terms, without changing it.
+    """Return a loaded Hugging Face model or a TransformerLens bridge as a ``FrozenModel``, without changing it.
 
     Raises:
         MxdError: its blocks have no usable MLP.
@@ -87,16 +85,16 @@ def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
 
 def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) -> FrozenModel:
     commit = getattr(module.config, "_commit_hash", None) or revision
-    found = FrozenModel(module, tokenizer, name, commit, find_blocks(module, name))
-    found.mlp_widths(0)  # refuses what cannot be replaced
-    return found
+    frozen = FrozenModel(module, tokenizer, name, commit, find_blocks(module, name))
+    frozen.mlp_widths(0)  # refuses MLPs that cannot be replaced
+    return frozen
 
 
 def pick_device(name: str) -> torch.device:
     """Return the device of that name; ``auto`` is CUDA, else the CPU.
 
     Raises:
-        MxdError: no such device here.
+        MxdError: there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,7 +102,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise MxdError(f"device {name!r} is not there ({first_line(error)}); choose auto, cpu or cuda.") from error
+        raise MxdError(f"device {name!r} is not available ({first_line(error)}); choose auto, cpu or cuda.") from error
     return device
 
 
@@ -114,7 +112,7 @@ def outline(
     """Return a base model on the meta device: every module and shape, no weights and no tokenizer.
 
     Args:
-        source: as ``load_frozen``; of a name, a path or a GGUF file only the configuration is read.
+        source: as for ``load_frozen``; of a name, a path or a GGUF file only the configuration is read.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: run model code from the Hub repository.
         local_files_only: never ask the Hub.
@@ -123,75 +121,75 @@ def outline(
         MxdError: as ``load_frozen``.
     """
     if not isinstance(source, str | Path):
-        whole = wrap(source)
+        loaded = wrap(source)
         with torch.device("meta"):
-            module = type(whole.module)(whole.config)
-        name, revision = whole.source, whole.revision
+            module = type(loaded.module)(loaded.config)
+        name, revision = loaded.source, loaded.revision
     else:
         from transformers import AutoModelForCausalLM
 
         name = str(source)
         with _explained(name):
-            place = _place(name, revision, trust_remote_code, local_files_only)
-            config = read_config(place)
+            files = _find_model(name, revision, trust_remote_code, local_files_only)
+            config = read_config(files)
             code = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
             with bounded(), torch.device("meta"):
                 module = AutoModelForCausalLM.from_config(config, **code)
-        revision = place.revision
+        revision = files.revision
     module.eval().requires_grad_(False)
     return _wrap(module, None, name, revision)
 
 
 def _load(
-    name: str, place: Place, dtype: str, device: torch.device, allow_pickle: bool, tokenizer: Any
+    name: str, files: ModelFiles, dtype: str, device: torch.device, allow_pickle: bool, tokenizer: Any
 ) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if place.gguf else {}
-    config = read_config(place)
-    held = find_weights(place, getattr(config, "transformers_weights", None), allow_pickle)
-    _check_memory(held, dtype)
+    quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if files.gguf else {}
+    config = read_config(files)
+    weights = find_weights(files, getattr(config, "transformers_weights", None), allow_pickle)
+    _check_memory(weights, dtype)
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers has the Hub convert pickles
-    with bounded(held):
+    with bounded(weights):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place.where,
+            files.where,
             config=config,
             dtype=DTYPES[dtype],
             output_loading_info=True,
             use_safetensors=None if allow_pickle else True,
-            ignore_mismatched_sizes=True,  # refused below, where they can be named
-            **place.options,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            **files.options,
             **quantized,
         )
     module, info = loaded
-    if dtype != "int8":  # such models are put in place as they are read
+    if dtype != "int8":  # int8 models are put on their device as they are read
         module.to(device)
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
-    for key, held_shape, shape in sorted(info["mismatched_keys"]):
-        raise ValueError(f"its weights hold {key} as {list(held_shape)}, its config asks for {list(shape)}")
+    for key, stored, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(f"its weights hold {key} as {list(stored)}, its config asks for {list(expected)}")
     with _explained(name, "its tokenizer: "):
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(place.where, **place.options)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(files.where, **files.options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("files of it are missing, so its vocabulary is empty")
     _try_out(module, tokenizer)
     return module, tokenizer
 
 
-def _check_memory(held: Held, dtype: str) -> None:
-    """Refuse weights that do not fit into the machine's memory, which they go through on their way to any device."""
-    size = held.values * (1 if dtype == "int8" else DTYPES[dtype].itemsize)
+def _check_memory(weights: WeightCounts, dtype: str) -> None:
+    """Refuse weights that do not fit into the machine's memory, which they pass through on their way to any device."""
+    size = weights.values * (1 if dtype == "int8" else DTYPES[dtype].itemsize)
     free = free_memory(torch.device("cpu"))
     if size > free:
         raise ValueError(
-            f"its {held.values:,} values need {size / 2**30:.1f} GiB in {dtype}, and {free / 2**30:.1f} GiB of memory "
-            "are free; choose bfloat16 (model.dtype), or a smaller model"
+            f"its {weights.values:,} values need {size / 2**30:.1f} GiB in {dtype}, and {free / 2**30:.1f} GiB of "
+            "memory are free; choose bfloat16 (model.dtype), or a smaller model"
         )
 
 
 @torch.no_grad()
 def _try_out(module: Any, tokenizer: Any) -> None:
-    """Let a model read a few words: much that is wrong with its files shows only then."""
+    """Run a model on a few words: many faults of its files show only then."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     ids = [*begin, *tokenizer("The President", add_special_tokens=False)["input_ids"]][:8]
     known = module.get_input_embeddings().weight.shape[0]
@@ -206,25 +204,25 @@ def _try_out(module: Any, tokenizer: Any) -> None:
         raise ValueError("its logits are NaN: its weights or its config are damaged, or its dtype is too narrow for it")
 
 
-def _place(name: str, revision: str | None, trust: bool, local: bool) -> Place:
-    """Find out where a model is, and at which commit."""
+def _find_model(name: str, revision: str | None, trust: bool, local: bool) -> ModelFiles:
+    """Return where a model's files are, and at which commit."""
     path = Path(name)
     if name in BUNDLED:
-        return Place(str(bundled(name)))
+        return ModelFiles(str(bundled(name)))
     if name.endswith(".gguf"):
         if not path.is_file():
             raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
         _need_gguf()
-        return Place(str(path.parent), gguf=path, trust_remote_code=trust)
+        return ModelFiles(str(path.parent), gguf=path, trust_remote_code=trust)
     if path.is_dir():
-        return Place(name, trust_remote_code=trust, local_files_only=local)
+        return ModelFiles(name, trust_remote_code=trust, local_files_only=local)
     if path.exists():
         raise ValueError("it is a file; give the folder that it lies in, or a .gguf file")
     from transformers.utils import cached_file
 
     config = cached_file(name, "config.json", revision=revision, local_files_only=local)
     commit = Path(config).parent.name if config else revision
-    return Place(name, commit, trust_remote_code=trust, local_files_only=local)
+    return ModelFiles(name, commit, trust_remote_code=trust, local_files_only=local)
 
 
 @contextmanager
@@ -232,20 +230,20 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
     """Turn what transformers raises while it loads a model, or a part of it, into one clear error."""
     from transformers.utils import logging
 
-    if name in BUNDLED:  # over before a bar could be read
+    if name in BUNDLED:  # loaded before anybody could read a bar
         logging.disable_progress_bar()
     try:
         yield
     except MxdError:
         raise
-    except BaseException as error:  # malformed files make transformers raise anything, also what is no Exception
+    except BaseException as error:  # malformed files make transformers raise anything, even non-Exceptions
         if not isinstance(error, Exception) and type(error).__name__ not in ("PanicException", "CheckpointException"):
             raise
         if not isinstance(error, _EXPECTED) and _is_ours(error):
             raise
         reason = first_line(error)
         if not isinstance(error, _EXPECTED):
-            reason = f"transformers can make nothing of its files ({type(error).__name__}: {reason})"
+            reason = f"transformers cannot read its files ({type(error).__name__}: {reason})"
         hint = _CHOICES if isinstance(error, OSError) else ""
         raise MxdError(f"cannot load base model {name!r}: {part}{reason}{hint}") from error
     finally:
@@ -257,20 +255,20 @@ _CHOICES = (
     "Hub id that is cached or reachable (for private or gated models: `hf auth login`)."
 )
 _EXPECTED = (OSError, ValueError, RuntimeError, MemoryError, SafetensorError)
-"""What says by itself that something is wrong with a file."""
+"""Errors whose messages explain by themselves what is wrong with a file."""
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether this package's own code raised it: a mistake here, which must not be laid on the model."""
+    """Return whether this package's own code raised it: then the mistake is here, and not in the model's files."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(last).is_relative_to(Path(__file__).parents[1])
 
 
 def _unpacked() -> dict[str, Any]:
-    """Return the options that make transformers unpack a GGUF file, which needs no kernels from the Hub."""
+    """Return the options that make transformers dequantize a GGUF file, which needs no kernels from the Hub."""
     try:
         from transformers import GgufConfig
-    except ImportError:  # earlier versions do nothing else
+    except ImportError:  # earlier versions always dequantize
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
 
@@ -279,7 +277,7 @@ def _eight_bits(name: str, device: torch.device) -> dict[str, Any]:
     """Return the options that make transformers read a model's linear maps in 8 bits.
 
     Raises:
-        MxdError: bitsandbytes is not installed or does not know the device, or the file has a quantization of its own.
+        MxdError: bitsandbytes is not installed or does not support the device, or the file is quantized already.
     """
     if name.endswith(".gguf"):
         raise MxdError(f"{name!r} is quantized already; model.dtype int8 needs a Hub id or a folder of float weights.")
@@ -287,9 +285,9 @@ def _eight_bits(name: str, device: torch.device) -> dict[str, Any]:
         import bitsandbytes
     except ImportError as error:
         raise MxdError("model.dtype int8 needs the package bitsandbytes: pip install 'mxd[bnb]'") from error
-    known = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
-    if device.type not in known:
-        raise MxdError(f"bitsandbytes does not run on {device.type!r}, but on {', '.join(sorted(known))}.")
+    supported = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    if device.type not in supported:
+        raise MxdError(f"bitsandbytes does not run on {device.type!r}, but on {', '.join(sorted(supported))}.")
     from transformers import BitsAndBytesConfig
 
     return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}

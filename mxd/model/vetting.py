@@ -1,6 +1,6 @@
-"""A base model's files, looked at before transformers reads them: no pickle, no foreign code, no size beyond reason.
+"""Checks of a base model's files before transformers reads them: no pickle, no foreign code, no absurd sizes.
 
-What is wrong with them is a ``ValueError`` or an ``OSError`` that says so in one line; callers add which model it was.
+Whatever is wrong is a ``ValueError`` or an ``OSError`` that says so in one line; callers add which model it was.
 """
 
 import math
@@ -25,28 +25,29 @@ SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 MOST = 10_000
-"""Layers, heads, experts, labels: what a config counts is looped over before anything is built."""
+"""The most layers, heads, experts or labels of a config: transformers loops over them before it builds anything."""
 _COUNTED = re.compile(
     r"(^|[._])(num|n)_\w*(layer|label|head|expert)|layers?$|depths?$|dense_replace|attention_types"
     r"|(block|head|expert)_count"
 )
 _KERNELS = frozenset({"eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
-"""Implementations that are transformers' and PyTorch's own; others come from packages or from repositories."""
+"""Implementations in transformers and PyTorch themselves; others come from other packages or from repositories."""
 
 MOST_PARTS = 20_000
-"""Modules and tensors of a model whose weights are not at hand. Of 173 types of causal models in transformers none has
-4,000 at its usual size; a second or two pass until so many are made."""
+"""The most modules and tensors of a model whose weights are not read. Of 173 types of causal models in transformers
+none has 4,000 at its default size; building 20,000 takes a second or two."""
 PARTS_PER_TENSOR = 10
-"""The same for each tensor of weights: 3.8 at most."""
+"""The most modules and tensors per stored tensor. Real models have at most 3.8."""
 VALUES_PER_VALUE = 8
-"""Values for each value: 3 at most, where tensors are registered again to tie them; 4-bit weights are two in one."""
+"""The most values of weights per stored value. Real models have at most 3, where tied tensors are registered again;
+4-bit weights are stored two to a value."""
 MOST_BUFFERS = 2**26
-"""Values of buffers, such as causal masks, beyond twice the weights."""
+"""The most values of buffers, such as causal masks, beyond twice the number of weights."""
 MOST_INDEX_BYTES = 10**8
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelFiles:
     """Where transformers finds a base model: a folder, a repository on the Hub, or a GGUF file."""
 
     where: str
@@ -60,7 +61,7 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What transformers is told about it, whatever it reads there."""
+        """Arguments for everything that transformers reads there."""
         return {
             **({} if self.revision is None else {"revision": self.revision}),
             **({} if self.gguf is None else {"gguf_file": self.gguf.name}),
@@ -69,64 +70,64 @@ class Place:
         }
 
     def find(self, name: str) -> Path | None:
-        """Return one of its files, fetched from the Hub where need be, or ``None``."""
+        """Return one of its files, fetched from the Hub if necessary, or ``None``."""
         from transformers.utils import cached_file
 
-        found = cached_file(
+        path = cached_file(
             self.where,
             name,
             revision=self.revision,
             local_files_only=self.local_files_only,
             _raise_exceptions_for_missing_entries=False,
         )
-        return None if found is None else regular(Path(found))
+        return None if path is None else regular(Path(path))
 
     def has(self, name: str) -> bool:
-        """Return whether it has a file, without fetching it."""
+        """Return whether there is a file of that name, without fetching it."""
         from transformers.utils import has_file
 
         return has_file(self.where, name, revision=self.revision, local_files_only=self.local_files_only)
 
 
 @dataclass(frozen=True)
-class Held:
-    """How much the files of a model's weights hold."""
+class WeightCounts:
+    """The numbers of values and tensors in a model's files."""
 
     values: int
     tensors: int
 
 
-def read_config(place: Place) -> Any:
-    """Return a model's transformers config, once it is seen to ask for nothing it should not.
+def read_config(files: ModelFiles) -> Any:
+    """Return a model's transformers config, after checking that it asks for nothing dangerous.
 
     Raises:
         OSError: there is none.
-        ValueError: it is refused; transformers raises whatever it likes for one that is malformed.
+        ValueError: it is refused; for a malformed one transformers may raise anything.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    if place.gguf is not None:
-        measure_gguf(place.gguf)
+    if files.gguf is not None:
+        measure_gguf(files.gguf)
     else:
-        options = {key: value for key, value in place.options.items() if key != "trust_remote_code"}
-        raw, _ = PreTrainedConfig.get_config_dict(place.where, **options)
+        options = {key: value for key, value in files.options.items() if key != "trust_remote_code"}
+        raw, _ = PreTrainedConfig.get_config_dict(files.where, **options)
         if raw == {}:
             raise FileNotFoundError("there is no config.json, or it is empty")
-        check_config(raw, place.trust_remote_code)
-        if place.find("adapter_config.json"):
+        check_config(raw, files.trust_remote_code)
+        if files.find("adapter_config.json"):
             raise ValueError(
                 "it holds an adapter (adapter_config.json), which would be left out or put in depending on whether "
                 "peft is installed; merge it (peft's merge_and_unload) and save the whole model, or delete that file"
             )
-    return AutoConfig.from_pretrained(place.where, **place.options)
+    return AutoConfig.from_pretrained(files.where, **files.options)
 
 
 def check_config(config: Any, trust_remote_code: bool = False) -> None:
-    """Refuse a config that counts beyond reason, holds NaN, or, unless trusted, asks for code from elsewhere.
+    """Refuse a config with absurd counts or NaN, and, unless it is trusted, one that asks for code from elsewhere.
 
     Args:
-        config: what a ``config.json`` holds, or numbers of a GGUF file's header by their names.
-        trust_remote_code: whether code from elsewhere is asked for by name.
+        config: the data of a ``config.json``, or the numbers of a GGUF file's header by name.
+        trust_remote_code: whether code from elsewhere is allowed.
 
     Raises:
         ValueError: it is refused.
@@ -154,45 +155,45 @@ def check_config(config: Any, trust_remote_code: bool = False) -> None:
 
 
 def _leaves(value: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value that holds no others, with the keys that lead to it."""
+    """Yield every value that contains no others, with the keys that lead to it."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _leaves(each, (*names, str(key)))
+        for key, item in value.items():
+            yield from _leaves(item, (*names, str(key)))
     elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each, names)
+        for item in value:
+            yield from _leaves(item, names)
     else:
         yield names, value
 
 
-# How much there is
+# How much the files hold
 
 
-def find_weights(place: Place, named: Any = None, allow_pickle: bool = False) -> Held:
-    """Find a model's weights, fetch them from the Hub where need be, and count what they hold.
+def find_weights(files: ModelFiles, named: Any = None, allow_pickle: bool = False) -> WeightCounts:
+    """Find a model's weights, fetch them from the Hub if necessary, and count them.
 
     Args:
-        place: the model.
+        files: the model.
         named: the file of weights that its config names (``transformers_weights``).
-        allow_pickle: take ``pytorch_model.bin`` where there is nothing else.
+        allow_pickle: accept ``pytorch_model.bin`` where there is nothing else.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: there are none, only a pickle, or something is wrong with them.
     """
-    if place.gguf is not None:
-        return measure_gguf(place.gguf)
-    wanted = [(name, ".safetensors") for name in (SAFE if named is None else (str(named),))]
-    for name, suffix in [*wanted, *((name, ".bin") for name in PICKLED if allow_pickle)]:
+    if files.gguf is not None:
+        return measure_gguf(files.gguf)
+    candidates = [(name, ".safetensors") for name in (SAFE if named is None else (str(named),))]
+    for name, suffix in [*candidates, *((name, ".bin") for name in PICKLED if allow_pickle)]:
         if not name.endswith((suffix, f"{suffix}.index.json")):
             raise ValueError(f"its config.json names {name!r} as weights, expected a .safetensors file or its index")
-        found = place.find(name)
-        if found is not None:
-            return measure(_shards(place, found, suffix) if name.endswith(".json") else [found])
-    pickled = next((name for name in PICKLED if place.has(name)), None)
+        path = files.find(name)
+        if path is not None:
+            return measure(_shards(files, path, suffix) if name.endswith(".json") else [path])
+    pickled = next((name for name in PICKLED if files.has(name)), None)
     if pickled is None:
-        looked_for = ", ".join(name for name, _ in wanted)
-        raise ValueError(f"no weights are found: none of {looked_for} is there, or cached where the Hub is not reached")
+        names = ", ".join(name for name, _ in candidates)
+        raise ValueError(f"it has no weights: none of {names} is there, or in the cache where the Hub is not reached")
     raise ValueError(
         f"its weights are a pickle ({pickled}), which can run code when it is opened, no safetensors file. Where you "
         "trust it, set model.allow_pickle (load_frozen(..., allow_pickle=True)), or convert it once with transformers: "
@@ -200,28 +201,28 @@ def find_weights(place: Place, named: Any = None, allow_pickle: bool = False) ->
     )
 
 
-def _shards(place: Place, index: Path, suffix: str) -> list[Path]:
-    """Return the files that an index names, each a plain name beside it."""
+def _shards(files: ModelFiles, index: Path, suffix: str) -> list[Path]:
+    """Return the files that an index names; all must lie beside or below it."""
     from transformers.utils.hub import get_checkpoint_shard_files
 
-    held = parse_json(read_text(index, MOST_INDEX_BYTES))
-    names = held.get("weight_map") if isinstance(held, dict) else None
-    if not isinstance(names, dict) or not names or not isinstance(held.get("metadata"), dict):
+    content = parse_json(read_text(index, MOST_INDEX_BYTES))
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not isinstance(content.get("metadata"), dict):
         raise ValueError(f"{index.name} is not an index of weights: expected metadata and a weight_map")
     for name in names.values():
         parts = PurePosixPath(name).parts if isinstance(name, str) else ()
         if not parts or name.startswith("/") or ".." in parts or not re.fullmatch(rf"[\w./-]+\{suffix}", name):
             raise ValueError(f"{index.name} names {name!r}, expected {suffix} files beside it")
-    where, local = place.where, place.local_files_only
-    found, _ = get_checkpoint_shard_files(where, str(index), revision=place.revision, local_files_only=local)
-    missing = next((path for path in found if not Path(path).is_file()), None)
+    where, local = files.where, files.local_files_only
+    paths, _ = get_checkpoint_shard_files(where, str(index), revision=files.revision, local_files_only=local)
+    missing = next((path for path in paths if not Path(path).is_file()), None)
     if missing is not None:
         raise ValueError(f"{index.name} names {Path(missing).name!r}, which is not there")
-    return [Path(path) for path in found]
+    return [Path(path) for path in paths]
 
 
-def measure(paths: list[Path]) -> Held:
-    """Count what safetensors files hold, from their headers; of pickles, what they may hold at most.
+def measure(paths: list[Path]) -> WeightCounts:
+    """Count the weights in safetensors files by their headers, and estimate those in pickles from above.
 
     Raises:
         OSError: a file cannot be read.
@@ -231,52 +232,53 @@ def measure(paths: list[Path]) -> Held:
     for path in paths:
         if path.suffix == ".bin":
             size = regular(path).stat().st_size
-            values, tensors = values + size, tensors + size // 100  # a zip file takes that much for each entry
+            # A value takes at least a byte, and a tensor at least 100 bytes as an entry of the zip file.
+            values, tensors = values + size, tensors + size // 100
             continue
         with safe_open(regular(path), "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it cannot be iterated over
                 values += math.prod(file.get_slice(name).get_shape())
                 tensors += 1
-    return Held(values, tensors)
+    return WeightCounts(values, tensors)
 
 
-def measure_gguf(path: Path) -> Held:
-    """Count what a GGUF file holds, from its header.
+def measure_gguf(path: Path) -> WeightCounts:
+    """Count the weights in a GGUF file by its header.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is none, is cut off, or counts beyond reason.
+        ValueError: it is not a GGUF file, is cut off, or has absurd counts.
     """
     with regular(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = GGUFHeader(data)
         check_config({name: value for name, value in header.settings.items() if not isinstance(value, bytes)})
-        return Held(*header.weights())
+        return WeightCounts(*header.weights())
 
 
 # How much is built
 
 
 @contextmanager
-def bounded(held: Held | None = None) -> Iterator[None]:
-    """Stop the building of a model, on the meta device, that has more to it than its weights account for.
+def bounded(stored: WeightCounts | None = None) -> Iterator[None]:
+    """Stop building a model, on the meta device, when it becomes larger than its weights can account for.
 
     Args:
-        held: its weights; without, only the number of modules and tensors is bounded.
+        stored: its weights; without them only the number of modules and tensors is bounded.
 
     Raises:
-        ValueError: out of the constructor that went too far.
+        ValueError: in the constructor that exceeded a limit.
     """
-    rooms = {"modules and tensors": MOST_PARTS}
-    if held is not None:
-        rooms = {"modules and tensors": 1000 + PARTS_PER_TENSOR * held.tensors}
-        rooms |= {"weights": VALUES_PER_VALUE * held.values, "values of buffers": MOST_BUFFERS + 2 * held.values}
+    limits = {"modules and tensors": MOST_PARTS}
+    if stored is not None:
+        limits = {"modules and tensors": 1000 + PARTS_PER_TENSOR * stored.tensors}
+        limits |= {"weights": VALUES_PER_VALUE * stored.values, "values of buffers": MOST_BUFFERS + 2 * stored.values}
     counted: Counter[str] = Counter()
 
     def count(kind: str, size: int) -> None:
         counted.update({"modules and tensors": 1, kind: size})
-        for what, most in rooms.items():
+        for what, most in limits.items():
             if counted[what] > most:
-                raise ValueError(f"its config asks for more than {most:,} {what}{_than(held)}")
+                raise ValueError(f"its config asks for more than {most:,} {what}{_than(stored)}")
 
     def tensor(kind: str) -> Any:
         def hook(module: nn.Module, name: str, value: Tensor | None) -> None:
@@ -295,5 +297,7 @@ def bounded(held: Held | None = None) -> Iterator[None]:
         yield
 
 
-def _than(held: Held | None) -> str:
-    return "" if held is None else f", and its files hold {held.tensors:,} tensors of {held.values:,} values in all"
+def _than(stored: WeightCounts | None) -> str:
+    if stored is None:
+        return ""
+    return f", and its files hold {stored.tensors:,} tensors of {stored.values:,} values in all"

@@ -14,13 +14,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TILE = 2048
-"""Numbers in a tile at most: 16 for each thread of a program."""
+"""The largest number of elements in a tile: 16 for each thread of a program."""
 
 
 def gather_sum(
     values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
 ) -> Float[Tensor, "tokens d"]:
-    """Return ``sum_k values[t, k] * weight[indices[t, k]]`` for every token t, in the dtype of ``weight``."""
+    """Return ``sum_k values[t, k] * weight[indices[t, k]]`` for every token t, in the dtype of ``weight``.
+
+    Args:
+        values: the factor of each row, of any floating-point dtype.
+        indices: the rows that each token sums.
+        weight: one row per unit.
+    """
     (tokens, k), d = indices.shape, weight.shape[1]
     if 0 in (tokens, k, d):
         return weight.new_zeros(tokens, d)
@@ -36,7 +42,13 @@ def gather_sum(
 def gather_dot(
     grad: Float[Tensor, "tokens d"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
 ) -> Float[Tensor, "tokens k"]:
-    """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k, in the dtype of ``weight``."""
+    """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k, in the dtype of ``weight``.
+
+    Args:
+        grad: one row per token, for example the gradient of a decoded output.
+        indices: the units of each token.
+        weight: one row per unit.
+    """
     (tokens, k), d = indices.shape, weight.shape[1]
     if 0 in (tokens, k, d):
         return weight.new_zeros(tokens, k)
@@ -62,7 +74,7 @@ def scatter_rows(
         values: the code's values.
         rows: what is summed: ``out[n] = sum over the (t, k) that chose unit n of values[t, k] * rows[t]``.
         order: positions in the flat ``values``, sorted by unit.
-        starts: where each unit's stretch of ``order`` begins, and the length of ``order``.
+        starts: where each unit's entries in ``order`` begin, followed by the length of ``order``.
         tokens: the token of each position, ``order // k``.
     """
     units, d = len(starts) - 1, rows.shape[1]
@@ -87,12 +99,13 @@ def scatter_rows(
 
 
 def _tile(rows: int, most_rows: int, columns: int) -> tuple[int, int]:
-    """Return a tile's rows and columns, powers of two."""
+    """Return a tile's rows and columns, powers of two with a product of at most ``TILE``."""
     rows = min(triton.next_power_of_2(rows), most_rows)
     return rows, min(triton.next_power_of_2(columns), TILE // most_rows)
 
 
 def _blocks(size: int, block: int) -> int:
+    """Return the number of thread blocks that cover ``size``."""
     return -(-size // block)
 
 
@@ -155,9 +168,10 @@ def _gather_dot(
     tl.store(out + token * K + slot, tl.sum(total, 1), mask=slot < K)
 
 
-# One program sums a whole list, however long. Most are shorter than a tile (4,096 tokens, K = 32, N = 21,490: six on
-# average) and none is longer than the tokens: at 4,096 that is 256 tiles in a row, while other units' programs fill
-# the rest of the chip. Cutting long lists up would cost every unit a second pass over partial sums.
+# One program sums all entries of a unit, however many. Most units have fewer than one tile (with 4,096 tokens, K = 32
+# and N = 21,490, six on average) and none has more than one entry per token: with 4,096 tokens that is 256 tiles in
+# sequence, while the programs of other units fill the rest of the chip. Splitting long lists would cost every unit a
+# second pass over partial sums.
 @triton.jit
 @no_type_check
 def _scatter_rows(
@@ -177,12 +191,12 @@ def _scatter_rows(
     total = tl.full((ROWS, COLUMNS), 0, SUM)
     first = tl.load(starts + unit)
     end = tl.load(starts + unit + 1)
-    while first < end:  # not a range, whose loaded ends Triton 3.6's interpreter cannot read under NumPy 2.4
-        place = first + tl.arange(0, ROWS)
-        position = tl.load(order + place, mask=place < end, other=0)
-        token = tl.load(tokens + place, mask=place < end, other=0)
-        value = tl.load(values + position, mask=place < end, other=0).to(SUM)
-        inside = (place < end)[:, None] & (column < D)[None, :]
+    while first < end:  # not a range: under NumPy 2.4, Triton 3.6's interpreter cannot read bounds that were loaded
+        entry = first + tl.arange(0, ROWS)
+        position = tl.load(order + entry, mask=entry < end, other=0)
+        token = tl.load(tokens + entry, mask=entry < end, other=0)
+        value = tl.load(values + position, mask=entry < end, other=0).to(SUM)
+        inside = (entry < end)[:, None] & (column < D)[None, :]
         row = tl.load(rows + token[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
         total += value[:, None] * row
         first += ROWS

@@ -18,8 +18,8 @@ def normalized_mse(
 def normalize(error: Float[Tensor, "*batch"], target: Float[Tensor, "*batch d_out"]) -> Float[Tensor, ""]:
     """Return the normalized MSE, given each token's squared error.
 
-    A target of norm zero would divide by zero; its norm is raised to 1e-30, and the
-    activation stream refuses such tokens before they get here.
+    A target of norm zero would divide by zero: norms are clamped at 1e-30, and the activation source refuses such
+    tokens before they get here.
     """
     norm = torch.linalg.vector_norm(target.float(), dim=-1).clamp_min(1e-30)
     return (error / norm).mean() / target.shape[-1]
@@ -34,7 +34,9 @@ def squared_error(
 
 class _SquaredError(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, prediction: Tensor, target: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, prediction: Float[Tensor, "*batch d_out"], target: Float[Tensor, "*batch d_out"]
+    ) -> Float[Tensor, "*batch"]:
         difference = prediction - target
         ctx.save_for_backward(difference)
         return torch.linalg.vecdot(difference, difference)

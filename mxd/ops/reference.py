@@ -11,7 +11,14 @@ def topk_linear(
     bias: Float[Tensor, " units"],
     k: int,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices (MxD, section 2.4)."""
+    """Return the ``k`` largest of ``relu(x weight^T + bias)`` of each row, with their indices (MxD, section 2.4).
+
+    Args:
+        x: inputs.
+        weight: one row per unit.
+        bias: one number per unit.
+        k: how many units to keep.
+    """
     dense = torch.relu(x @ weight.T + bias)
     values, indices = dense.topk(k, dim=-1)
     return values, indices
@@ -20,6 +27,12 @@ def topk_linear(
 def sparse_decode(
     values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_out"]
 ) -> Float[Tensor, "tokens d_out"]:
-    """Return ``a @ weight`` for the dense code ``a`` that holds ``values`` at ``indices`` (MxD, equation 5)."""
+    """Return ``a @ weight`` for the dense code ``a`` that holds ``values`` at ``indices`` (MxD, equation 5).
+
+    Args:
+        values: activations of the listed units.
+        indices: the numbers of these units.
+        weight: one row per unit.
+    """
     dense = values.new_zeros(len(values), len(weight)).scatter_add(1, indices, values)
     return dense @ weight

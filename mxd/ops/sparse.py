@@ -19,27 +19,27 @@ from mxd.ops import reference
 CandidateDtype = Literal["float32", "bfloat16"]
 
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
-"""Tokens and bytes of the tiles pre-activations are formed in: on a CPU they stay in cache on their way to top-k."""
+"""Tokens and bytes of a tile of pre-activations; on a CPU a tile stays in cache until its top-k is taken."""
 
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
 SPARE = 16
-"""Units proposed in bfloat16 beyond ``2 k``: enough that hardly a row's choice is left unproven, from K = 1 on."""
+"""Candidates beyond ``2 k``: enough that the choice of almost every row can be proven, even for K = 1."""
 
 WORTH = 64
-"""Candidates pay where there are more than so many units for each one proposed."""
+"""Low-precision candidates pay off where there are at least this many units per candidate."""
 
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
 
 LOST = 2.0**-61
-"""Times the root of a row's width: more than its norm can lose where squares are too small for float32."""
+"""Times the square root of a row's width: a bound on what its norm can lose to underflow of squares in float32."""
 
 DEVICES = ("cpu", "cuda", "meta")
-"""Where the sparse operations run; elsewhere (MPS, say) the dense reference stands in, which any device has."""
+"""Devices that run the sparse operations; any other (MPS, say) runs the dense reference."""
 
-_SUM = 0  # the mode of embedding_bag
+_SUM = 0  # embedding_bag's code for mode="sum"
 
 
 @dataclass
@@ -47,40 +47,40 @@ class _Settings:
     """All that the operations depend on besides their arguments."""
 
     triton: bool = False
-    """CUDA tensors go through the kernels of ``mxd.ops.kernels``."""
+    """Whether CUDA tensors go through the kernels of ``mxd.ops.kernels``."""
     meta_device: str = "cpu"
-    """The device in whose tiles tensors on the meta device are cut."""
+    """The device whose tile sizes are used for tensors on the meta device."""
 
 
 _settings = _Settings()
 
 
 def candidate_dtype(device: torch.device, asked: Literal["auto"] | CandidateDtype = "auto") -> CandidateDtype:
-    """Return what was asked for; for ``auto``, ``bfloat16`` where a device has instructions of its own for it."""
+    """Return what was asked for; for ``auto``, ``bfloat16`` where the device has native instructions for it."""
     if asked != "auto":
         return asked
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # no public name has it
-    return "bfloat16" if device.type == "cpu" and has() else "float32"
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # there is no public function for it
+    return "bfloat16" if device.type == "cpu" and supported() else "float32"
 
 
 def candidates_pay(k: int, units: int) -> bool:
-    """Return whether units are many enough for candidates in bfloat16; where not, all is float32 whatever is asked."""
+    """Return whether there are enough units for bfloat16 candidates to pay; if not, they are never used."""
     return (2 * k + SPARE) * WORTH <= units
 
 
 def use_triton(on: bool) -> None:
-    """Send CUDA tensors through the Triton kernels of ``mxd.ops.kernels``, or (as at first) through PyTorch's own.
+    """Send CUDA tensors through the Triton kernels of ``mxd.ops.kernels``, or (the default) through PyTorch's own.
 
-    Both give the same up to rounding; `scripts/bench_gpu.py` times them. Off at first: no GPU has timed them yet.
+    Both give the same up to rounding; `scripts/bench_gpu.py` times them. Off by default: no GPU has timed them yet.
     """
     _settings.triton = on
 
 
 @contextmanager
 def metered_as(device: str) -> Iterator[None]:
-    """Let tensors on the meta device be cut into the tiles of another one, for the length of the block."""
+    """Inside the ``with`` block, use the tile sizes of ``device`` for tensors on the meta device."""
     before, _settings.meta_device = _settings.meta_device, device
     try:
         yield
@@ -103,7 +103,7 @@ class _ByUnit:
     order: Int[Tensor, " chosen"]
     """Positions in the flat indices, sorted by unit."""
     starts: Int[Tensor, " units_and_one"]
-    """Where each unit's stretch of ``order`` begins, and the length of ``order``."""
+    """Where each unit's entries in ``order`` begin, followed by the length of ``order``."""
     tokens: Int[Tensor, " chosen"]
     """The token of each position in ``order``."""
 
@@ -111,15 +111,17 @@ class _ByUnit:
 class Selection:
     """The units that one call of ``topk_linear`` chose, which the backward passes need sorted by unit.
 
-    Hand the one that ``topk_linear`` was given to the ``sparse_decode`` of the same indices, and they are sorted once.
+    Pass the same object to ``topk_linear`` and to the ``sparse_decode`` of its indices, and they are sorted only once.
     """
 
     def __init__(self) -> None:
         self._sorted: _ByUnit | None = None
 
     def by_unit(self, indices: Int[Tensor, "tokens k"], units: int) -> _ByUnit:
-        """Return the indices sorted by unit: sorted now, or as they were sorted before."""
+        """Return the indices sorted by unit; the first call sorts, later ones return its result."""
         if self._sorted is None or (len(self._sorted.order), len(self._sorted.starts)) != (indices.numel(), units + 1):
+            # Compressed rows of the transposed code: a stable sort keeps each unit's tokens in ascending order, and
+            # cumulated counts say where its entries begin.
             flat = indices.reshape(-1)
             order = flat.to(torch.int32).argsort(stable=True)
             starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
@@ -146,12 +148,13 @@ def topk_linear(
         weight: one row per unit.
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
-        candidates: ``float32`` forms pre-activations in ``x``'s dtype. ``bfloat16`` forms them all in bfloat16, where
-            that pays, and the ``2 k + 16`` largest anew in ``x``'s dtype, of which the ``k`` largest are returned; rows
-            where another unit might be larger than those are searched again in full. So values and units are those of
-            float32 (or float64) up to the rounding of its sums, also where TF32 is allowed: ``_from_candidates`` says
-            what is proven, and what is assumed of the device. Where ``x`` has 16 bits itself, nothing is proposed.
-        selection: a new one, to hand to the ``sparse_decode`` of what is returned.
+        candidates: ``float32`` computes all pre-activations in ``x``'s dtype. ``bfloat16`` computes them all in
+            bfloat16, where that pays, and the ``2 k + 16`` largest again in ``x``'s dtype, of which the ``k`` largest
+            are returned; rows where some other unit might be larger are searched again in full. So values and units
+            are those of float32 (or float64) up to the rounding of its sums, also where TF32 is allowed:
+            ``_from_candidates`` says what is proven, and what is assumed of the device. A 16-bit ``x`` needs no
+            candidates and has none.
+        selection: a new one, to be passed on to the ``sparse_decode`` of what is returned.
     """
     if x.device.type not in DEVICES:
         return reference.topk_linear(x, weight, bias, k)
@@ -167,18 +170,20 @@ def sparse_decode(
     """Return ``sum_k values[:, k] * weight[indices[:, k]]``, that is ``a @ weight`` for the sparse code ``a``.
 
     Args:
-        values: how active each unit is that a token uses.
+        values: activations of the units that each token uses.
         indices: the numbers of these units.
         weight: one row per unit.
-        selection: the one that ``topk_linear`` chose these indices with; by default they are sorted anew.
+        selection: the one given to the ``topk_linear`` that chose these indices; by default they are sorted again.
     """
     if values.device.type not in DEVICES:
         return reference.sparse_decode(values, indices, weight)
     return _SparseDecode.apply(values, indices, weight, selection or Selection())
 
 
-def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
-    """Sum ``values[:, k] * weight[indices[:, k]]`` over k. Shape ``[tokens, weight columns]``."""
+def _gather_sum(
+    values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
+) -> Float[Tensor, "tokens d"]:
+    """Sum ``values[:, k] * weight[indices[:, k]]`` over k."""
     if _triton(weight):
         from mxd.ops import kernels
 
@@ -188,7 +193,12 @@ def _gather_sum(values: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
     return F.embedding_bag(indices, weight, per_sample_weights=values, mode="sum")
 
 
-def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor, selection: Selection | None = None) -> Tensor:
+def _gather_dot(
+    grad: Float[Tensor, "tokens d"],
+    indices: Int[Tensor, "tokens k"],
+    weight: Float[Tensor, "units d"],
+    selection: Selection | None = None,
+) -> Float[Tensor, "tokens k"]:
     """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values.
 
     Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache.
@@ -200,14 +210,22 @@ def _gather_dot(grad: Tensor, indices: Tensor, weight: Tensor, selection: Select
     if indices.numel() == 0:
         return weight.new_zeros(indices.shape)
     plan = (selection or Selection()).by_unit(indices, len(weight))
+    # With each unit as a bag of its tokens' rows, these dot products are the gradient of embedding_bag's per-sample
+    # weights. They come out sorted by unit and go back to their slots.
     dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         weight, grad.contiguous(), plan.tokens, plan.starts, indices.reshape(-1)[plan.order], _SUM
     )
     return torch.empty_like(dots).index_copy_(0, plan.order, dots).view(indices.shape)
 
 
-def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int, selection: Selection) -> Tensor:
-    """Return ``a^T @ rows`` for the sparse code ``a``, shape ``[units, rows' columns]``: each unit sums its tokens."""
+def _scatter_rows(
+    values: Float[Tensor, "tokens k"],
+    indices: Int[Tensor, "tokens k"],
+    rows: Float[Tensor, "tokens d"],
+    units: int,
+    selection: Selection,
+) -> Float[Tensor, "{units} d"]:
+    """Return ``a^T @ rows`` for the sparse code ``a``: each unit is a bag that sums the rows of its tokens."""
     plan = selection.by_unit(indices, units)
     if _triton(rows):
         from mxd.ops import kernels
@@ -221,68 +239,79 @@ def _scatter_rows(values: Tensor, indices: Tensor, rows: Tensor, units: int, sel
     )
 
 
-def _topk(pre: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _topk(
+    pre: Float[Tensor, "tokens columns"], k: int
+) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
     """Return the ``k`` largest of each row and their columns, exactly.
 
-    First the ``k`` groups with the largest maxima, which hold all of the ``k`` largest (found in the same way), then
-    those among their members. Group ``j`` of ``m`` is columns ``j, j + m, j + 2 m ...``, so that the maxima are taken
-    of whole vectors. Where that would not pay, or groups would differ in size, everything is searched.
+    In two stages: find the ``k`` groups with the largest maxima (recursively), then the ``k`` largest among the members
+    of these groups. None is missed: an element outside of them is at most its group's maximum, and ``k`` groups have
+    maxima no smaller. Group ``j`` of ``m`` is columns ``j, j + m, j + 2 m ...``, so that maxima are taken between
+    contiguous vectors. Where that would not pay, or groups would differ in size, the whole row is searched.
     """
     groups = pre.shape[1] // GROUP
     if groups <= 2 * k or pre.shape[1] % GROUP:
         return pre.topk(k, sorted=False)
-    _, first = _topk(pre.unflatten(1, (GROUP, groups)).amax(1), k)
-    members = (first.unsqueeze(1) + torch.arange(0, pre.shape[1], groups, device=pre.device).view(-1, 1)).flatten(1)
+    _, best_groups = _topk(pre.unflatten(1, (GROUP, groups)).amax(1), k)
+    offsets = torch.arange(0, pre.shape[1], groups, device=pre.device).view(-1, 1)
+    members = (best_groups.unsqueeze(1) + offsets).flatten(1)
     values, chosen = pre.gather(1, members).topk(k, sorted=False)
     return values, members.gather(1, chosen)
 
 
-def _largest(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _largest(
+    x: Float[Tensor, "tokens d_in"], weight: Float[Tensor, "units d_in"], bias: Float[Tensor, " units"], k: int
+) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
     """Return the ``k`` largest of ``x weight^T + bias`` of each row, with their indices, tile by tile."""
     units = len(weight)
     rows, size = TILES[_device_type(x)]
+    # The fewest tiles of equal width whose size stays below the limit; widths are whole numbers of groups of groups,
+    # so that _topk can group twice.
     tiles = -(-units * rows * x.element_size() // size)
     width = -(-units // (tiles * GROUP**2)) * GROUP**2
     buffer = x.new_empty(min(rows, len(x)), width)
     values, indices = x.new_empty(len(x), k), torch.empty(len(x), k, dtype=torch.int64, device=x.device)
     for start in range(0, len(x), rows):
         part = x[start : start + rows]
-        found = []
+        best = []
         for first in range(0, units, width):
-            own = weight[first : first + width]
-            pre = buffer[: len(part), : -(-len(own) // GROUP**2) * GROUP**2]
-            pre[:, len(own) :] = -torch.inf
-            torch.addmm(bias[first : first + width], part, own.T, out=pre[:, : len(own)])
-            top, place = _topk(pre, min(k, len(own)))
-            found.append((top, place + first))
-        tops, places = (torch.cat(pieces, 1) for pieces in zip(*found, strict=True))
-        if len(found) > 1:
+            tile = weight[first : first + width]
+            pre = buffer[: len(part), : -(-len(tile) // GROUP**2) * GROUP**2]
+            pre[:, len(tile) :] = -torch.inf  # padding of the last tile, never chosen
+            torch.addmm(bias[first : first + width], part, tile.T, out=pre[:, : len(tile)])
+            tops, columns = _topk(pre, min(k, len(tile)))
+            best.append((tops, columns + first))
+        tops, chosen_units = (torch.cat(pieces, 1) for pieces in zip(*best, strict=True))
+        if len(best) > 1:
             tops, chosen = tops.topk(k, sorted=False)
-            places = places.gather(1, chosen)
-        values[start : start + rows], indices[start : start + rows] = tops, places
+            chosen_units = chosen_units.gather(1, chosen)
+        values[start : start + rows], indices[start : start + rows] = tops, chosen_units
     return values, indices
 
 
-def _from_candidates(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _from_candidates(
+    x: Float[Tensor, "tokens d_in"], weight: Float[Tensor, "units d_in"], bias: Float[Tensor, " units"], k: int
+) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
     """As ``_largest``, from a bfloat16 product and a proof, row by row, that no other unit belongs among the ``k``.
 
-    Proven of every row that is not searched anew in full: no unit but those proposed has a pre-activation, summed in
-    ``x``'s dtype in any order, above the k-th value returned (or above zero, if that one is not: ReLU makes these
-    alike). ``_exact`` holds while this runs.
+    The proof holds for every row that is not searched again in full: no unit outside the candidates has a
+    pre-activation, summed in ``x``'s dtype in any order, above the k-th value returned (or above zero, where that value
+    is not positive: ReLU makes all of those equal). It needs ``_exact`` around this call.
 
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
     and Schwarz); these norms are measured. Assumed of the device: its bfloat16 product of width d errs by at most
-    ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as float32 additions do, rounded or cut off, and is rounded or cut off to
-    bfloat16 once, at the end. A float32 sum errs by half of that; the other half is more than the rounding of the
-    norms and of this comparison. So where the least of the candidates, plus all this, is no more than the k-th
-    largest, none is missed.
+    ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums of rounded or truncated float32 additions do, and is rounded or
+    truncated to bfloat16 once, at the end. A float32 sum errs by half of that; the other half more than covers the
+    rounding of the norms and of this comparison. So where the smallest candidate, plus all these errors, is no larger
+    than the k-th largest exact value, no unit is missed.
 
-    Numbers below 2^-126 may count as zero anywhere (bfloat16 instructions drop them). A square that is lost so takes at
-    most 2^-126 from a squared norm, d of them 2^-63 sqrt(d) from the norm: each is taken larger by four times that,
-    ``LOST sqrt(d)``. Of two such norms the product alone, 2^-122 d, then covers what vanishes in products and sums, at
-    most 4 d + 4 such numbers. So rows as small as that, or all rows where the weights are, are searched anew.
+    Numbers below 2^-126 may be flushed to zero anywhere (bfloat16 instructions do so). A square lost in this way takes
+    at most 2^-126 from a squared norm, and d of them at most 2^-63 sqrt(d) from the norm: each norm is increased by
+    four times that, ``LOST sqrt(d)``. The product of two such increases alone, 2^-122 d, then covers what is flushed in
+    products and sums, at most 4 d + 4 such numbers. So rows as small as that, or all rows if the weights are that
+    small, are searched again in full.
 
-    Of sums that overflow, nothing is proven.
+    Nothing is proven of sums that overflow.
     """
     if not candidates_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
@@ -291,16 +320,17 @@ def _from_candidates(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[T
     low_weight, weight_norms, weight_errors = _lowered(weight)
     weight_norm, weight_error = weight_norms.max(), weight_errors.max()
     low_bias = bias.to(torch.bfloat16)
-    tops, proposed = _largest(low_x, low_weight, low_bias, count)
-    exact = _gather_dot(x, proposed, weight).add_(bias[proposed])
+    tops, candidates = _largest(low_x, low_weight, low_bias, count)
+    exact = _gather_dot(x, candidates, weight).add_(bias[candidates])
     values, chosen = exact.topk(k, sorted=False)
-    indices = proposed.gather(1, chosen)
+    indices = candidates.gather(1, chosen)
 
+    # One bound for all units of a row: the largest weight norm, weight error and bias stand in for each unit's own.
     sums = 2**-22 * (x.shape[1] + 2)
     error = x_error * weight_norm + x_norm * (weight_error + sums * weight_norm)
     error += (bias - low_bias).abs().max() + sums * bias.abs().max()
     last = tops.amin(1).to(x.dtype)
-    error += 2**-7 * last.abs()  # it was rounded itself
+    error += 2**-7 * last.abs()  # the rounding of the product to bfloat16
     proven = last + error <= values.amin(1).relu()  # false where one is NaN
     if not proven.all():
         rows = proven.logical_not().nonzero().squeeze(1)
@@ -310,23 +340,25 @@ def _from_candidates(x: Tensor, weight: Tensor, bias: Tensor, k: int) -> tuple[T
 
 @contextmanager
 def _exact(device: torch.device) -> Iterator[None]:
-    """Let no product be summed in bfloat16, nor float32 inputs be rounded (TF32), for the length of the block."""
+    """Inside the ``with`` block, sum no product in bfloat16 and round no float32 inputs (TF32)."""
     backends: Any = torch.backends
     cuda = backends.cuda.matmul
-    own = cuda if device.type == "cuda" else backends.mkldnn.matmul
-    wanted = ((cuda, "allow_bf16_reduced_precision_reduction", False), (own, "fp32_precision", "ieee"))
-    changed = [(at, name, old, new) for at, name, new in wanted if (old := getattr(at, name)) != new]
-    for at, name, _, new in changed:
-        setattr(at, name, new)
+    backend = cuda if device.type == "cuda" else backends.mkldnn.matmul
+    required = ((cuda, "allow_bf16_reduced_precision_reduction", False), (backend, "fp32_precision", "ieee"))
+    changed = [(owner, name, old, new) for owner, name, new in required if (old := getattr(owner, name)) != new]
+    for owner, name, _, new in changed:
+        setattr(owner, name, new)
     try:
         yield
     finally:
-        for at, name, old, _ in changed:
-            setattr(at, name, old)
+        for owner, name, old, _ in changed:
+            setattr(owner, name, old)
 
 
-def _lowered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows in bfloat16, for each a bound on its norm before and after, and one on the norm of its change."""
+def _lowered(
+    rows: Float[Tensor, "rows d"],
+) -> tuple[Float[Tensor, "rows d"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Return rows in bfloat16, bounds on their norms before and after rounding, and on the norms of their errors."""
     low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
     size = PART if _device_type(rows) == "cpu" else max(1, len(rows))
@@ -359,7 +391,7 @@ class _TopKLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, weight, values, indices = ctx.saved_tensors
-        grad = grad * (values > 0)
+        grad = grad * (values > 0)  # through the ReLU
         grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
         grad_weight = _scatter_rows(grad, indices, x, len(weight), ctx.selection) if ctx.needs_input_grad[1] else None
         grad_bias = None

@@ -325,7 +325,7 @@ def test_a_device_that_is_not_there_is_refused():
     assert pick_device("auto").type in ("cpu", "cuda", "mps")
     assert pick_device("cpu") == torch.device("cpu")
     for name in ("cuda:99", "quantum"):
-        with pytest.raises(MxdError, match=f"device '{name}' is not there.*choose auto, cpu or cuda"):
+        with pytest.raises(MxdError, match=f"device '{name}' is not available.*choose auto, cpu or cuda"):
             load_frozen("tiny-gpt2", device=name)
 
 

@@ -16,7 +16,7 @@ import mxd
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.model.loading import load_frozen, outline
-from mxd.model.vetting import Held, bounded, check_config, measure_gguf
+from mxd.model.vetting import WeightCounts, bounded, check_config, measure_gguf
 from mxd.training.source import load_base
 
 _SPEC = importlib.util.spec_from_file_location("models", Path(mxd.__file__).parents[1] / "scripts/fuzzing/models.py")
@@ -72,8 +72,8 @@ def test_a_whole_gguf_file_loads(tiny):
             weight = getattr(block.self_attn, part).weight
             weight.data = weight.data.reshape(heads, 2, 2, width).swapaxes(1, 2).reshape(weight.shape)
     torch.testing.assert_close(load_frozen(at, device="cpu").logits(IDS), expected(IDS).logits)
-    held = Held(sum(p.numel() for p in expected.parameters()), len(list(expected.parameters())))
-    assert measure_gguf(at) == held
+    counts = WeightCounts(sum(p.numel() for p in expected.parameters()), len(list(expected.parameters())))
+    assert measure_gguf(at) == counts
     assert outline(at).num_blocks == 2
 
 
@@ -142,7 +142,7 @@ def test_no_index_and_no_config_leads_to_a_pickle_or_out_of_the_folder(folder, t
 def test_a_folder_without_weights_is_refused(folder):
     at = folder()
     (at / "model.safetensors").unlink()
-    refused(at, "no weights are found: none of model.safetensors, model.safetensors.index.json is there")
+    refused(at, "it has no weights: none of model.safetensors, model.safetensors.index.json is there")
 
 
 # Code
@@ -193,13 +193,13 @@ def test_an_adapter_is_refused(folder):
         ({"n_layer": 300_000}, "its config sets n_layer to more than 10,000"),
         ({"n_layer": 9_000}, "asks for more than 32,768 weights, and its files hold 28 tensors of 4,096 values in all"),
         ({"n_layer": -1}, "block 0 is out of range"),
-        ({"n_layer": "2"}, r"transformers can make nothing of its files .*n_layer.*expected int, got str"),
-        ({"n_layer": [2]}, "transformers can make nothing of its files"),
+        ({"n_layer": "2"}, r"transformers cannot read its files .*n_layer.*expected int, got str"),
+        ({"n_layer": [2]}, "transformers cannot read its files"),
         ({"n_embd": 2**20}, r"asks for more than [\d,]+ weights, and its files hold 28 tensors"),
         ({"n_embd": 2**62}, "cannot load base model"),
         ({"n_embd": 10**30}, "cannot load base model"),
         ({"n_embd": -8}, "negative dimension"),
-        ({"n_embd": None}, "transformers can make nothing of its files"),
+        ({"n_embd": None}, "transformers cannot read its files"),
         ({"n_embd": float("nan")}, "its config sets n_embd to NaN"),
         ({"n_head": 10**9}, "its config sets n_head to more than 10,000"),
         ({"n_head": 0}, "cannot load base model"),
@@ -208,10 +208,10 @@ def test_an_adapter_is_refused(folder):
         ({"num_labels": 10**9}, "its config sets num_labels to more than 10,000"),
         ({"model_type": "gone"}, "model_type"),
         ({"model_type": "x"}, "does not recognize this architecture"),
-        ({"model_type": ["gpt2"]}, "transformers can make nothing of its files"),
+        ({"model_type": ["gpt2"]}, "transformers cannot read its files"),
         ({"model_type": "bert", "num_hidden_layers": 0, "hidden_size": 12, "vocab_size": 9}, "its weights lack bert"),
-        ({"dtype": "x"}, "transformers can make nothing of its files .*has no attribute 'x'"),
-        ({"quantization_config": "x"}, "transformers can make nothing of its files"),
+        ({"dtype": "x"}, "transformers cannot read its files .*has no attribute 'x'"),
+        ({"quantization_config": "x"}, "transformers cannot read its files"),
         ({"per_layer_config": 3}, "cannot load base model"),
     ],
     ids=str,
@@ -256,7 +256,7 @@ def test_configs_as_there_are_pass(config):
 
 def test_a_module_may_hold_what_its_weights_account_for():
     with torch.device("meta"):
-        with bounded(Held(values=8 * 8 + 8, tensors=2)):
+        with bounded(WeightCounts(values=8 * 8 + 8, tensors=2)):
             tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
             tied[1].weight = tied[0].weight
         for build, message in (
@@ -264,7 +264,7 @@ def test_a_module_may_hold_what_its_weights_account_for():
             (lambda: nn.Module().register_buffer("mask", torch.zeros(10_000, 10_000)), "more than 67,109,008 values"),
             (lambda: nn.ModuleList(nn.Identity() for _ in range(2_000)), "more than 1,020 modules and tensors"),
         ):
-            with pytest.raises(ValueError, match=message), bounded(Held(72, 2)):
+            with pytest.raises(ValueError, match=message), bounded(WeightCounts(72, 2)):
                 build()
         nn.Linear(8, 100)  # the bounds are gone with their block
 
@@ -464,9 +464,9 @@ def test_panics_are_explained_and_interrupts_are_not(folder, monkeypatch):
 
     at = folder()
     end_with(PanicException("index out of bounds"))
-    refused(at, r"its tokenizer: transformers can make nothing of its files \(PanicException: index out of bounds\)")
+    refused(at, r"its tokenizer: transformers cannot read its files \(PanicException: index out of bounds\)")
     end_with(CheckpointException("half of it is missing", {}))
-    refused(at, r"its tokenizer: transformers can make nothing of its files \(CheckpointException: ")
+    refused(at, r"its tokenizer: transformers cannot read its files \(CheckpointException: ")
     end_with(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         load_frozen(at, device="cpu")

@@ -224,7 +224,7 @@ def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path)
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path: Path, alone: Path) -> None:
     run = config(tmp_path, "r")
     killed = {"config": run, "groups": 1, "kill": [1, 7], "ids": str(tmp_path / "ids")}
-    done = launch(2, killed | {"expect": "rank 1 of 2 ended or does not answer. What was saved last is whole"}, code=1)
+    done = launch(2, killed | {"expect": "rank 1 of 2 ended or does not answer. The last save is intact"}, code=1)
     assert "AssertionError" not in done.stderr and [path.name for path in (tmp_path / "ids").iterdir()] == ["0.npy"]
     assert [path.name for path in (tmp_path / "r" / "state").iterdir()] == ["step-000000005"]
     launch(2, {"config": run, "groups": 1, "resume": True})
@@ -235,7 +235,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path: Path, alone: Pa
 def test_the_first_process_that_lives_names_the_one_that_was_killed() -> None:
     with talking("kill", world=3) as (first, second, third):
         third.wait(100)
-        assert "LostError, shared: rank 2 of 3 ended or does not answer. What was saved last is whole" in said(first)
+        assert "LostError, shared: rank 2 of 3 ended or does not answer. The last save is intact" in said(first)
         assert "LostError, shared: rank 2 of 3 ended or does not answer." in said(second)
 
 
@@ -249,7 +249,7 @@ def test_a_stopped_process_is_not_waited_for_after_sigterm() -> None:
         first.send_signal(signal.SIGTERM)
         heard = said(first)
     assert heard.startswith("stopping once everything up to the last step is saved")
-    assert "LostError, shared: rank 1 of 2 ended or does not answer. What was saved last is whole" in heard
+    assert "LostError, shared: rank 1 of 2 ended or does not answer. The last save is intact" in heard
 
 
 @pytest.mark.long
@@ -261,7 +261,9 @@ def test_nobody_waits_longer_than_the_timeout() -> None:
 
 @pytest.mark.long
 def test_where_all_live_one_of_them_took_longer_than_allowed() -> None:
-    late = "the 2 processes of the launch live, but did not meet within 0.05 minutes; give them longer with --timeout"
+    late = (
+        "the 2 processes of the launch are alive but did not meet within 0.05 minutes; allow more time with --timeout"
+    )
     with talking("late") as (first, second):
         assert f"LostError, own: {late} MINUTES." in said(first)
         assert said(second).startswith("LostError, own: ")
@@ -272,7 +274,7 @@ def test_where_all_live_one_of_them_took_longer_than_allowed() -> None:
 def test_what_one_process_raises_is_heard_by_all(what: str) -> None:
     """Its own error with all that belongs to it, and in the others one line that names it."""
     heard = {
-        "fail": "LostError, shared: rank 1 of 2 failed: ValueError: an oversight. What was saved before is whole.\n",
+        "fail": "LostError, shared: rank 1 of 2 failed: ValueError: an oversight. Earlier saves are intact.\n",
         "leave": "start all of it with --resume.\nrank 1: out of luck\n",
     }
     own = {"fail": 'raise ValueError("an oversight")', "leave": "MxdError, own: out of luck\nand of memory\n"}
