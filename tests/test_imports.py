@@ -36,14 +36,13 @@ ORDER = [
 """Files and folders of mxd, from the bottom up: each may import those before it. A new one gets its place here."""
 
 LAYERS_ORDER = [
-    "code",
     "gates",
     "sparsity",
     "base",
     "objective",
     "sizing",
     "encoder",
-    "features",
+    "transcoder",
     "METHODS",
     "__init__",
 ]
@@ -119,7 +118,7 @@ def test_the_reader_sees_imports():
     """That the tests below look at something: known imports, at the top, inside functions, and by relative name."""
     assert "mxd.layers.base" in imports("mxd.layers.mxd")
     assert "mxd.config" in imports("mxd.cli.train")  # inside a function
-    assert "torch" in imports("mxd.ops.losses")
+    assert "torch" in imports("mxd.layers.objective")
     assert "mxd.common.errors" in imports("mxd.cli.main")  # from mxd.common import errors
     assert sum(len(ours(name)) for name in FILES) > 50
 

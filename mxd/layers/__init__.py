@@ -9,8 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer
-from mxd.layers.code import Code, PairCode
-from mxd.layers.gates import Gate
+from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig

@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
-from mxd.layers.code import Code
-from mxd.layers.gates import Gate
+from mxd.layers.gates import Code, Gate
 from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.ops import sparse_decode
 

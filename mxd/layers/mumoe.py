@@ -12,9 +12,8 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from mxd.layers.base import MLPShape, ReplacementLayer, code_product, linear_init, zeros
-from mxd.layers.code import Code
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.gates import LinearGate
+from mxd.layers.gates import Code, LinearGate
 from mxd.layers.sizing import transcoder_params
 
 

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementLayer, code_product, linear_init, zeros
-from mxd.layers.code import Code
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.gates import LinearGate
+from mxd.layers.gates import Code, LinearGate
 
 
 class MxDConfig(EncodedConfig):

@@ -13,9 +13,9 @@ from pydantic import model_validator
 from torch import Tensor
 
 from mxd.layers.base import MLPShape, ReplacementConfig
-from mxd.layers.code import Code
-from mxd.layers.features import FeatureLayer
+from mxd.layers.gates import Code
 from mxd.layers.sizing import transcoder_params
+from mxd.layers.transcoder import FeatureLayer
 
 
 class TopKSAEConfig(ReplacementConfig):

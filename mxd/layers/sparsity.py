@@ -13,8 +13,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from mxd.layers.code import Code
-from mxd.layers.gates import Gate
+from mxd.layers.gates import Code, Gate
 from mxd.ops import CandidateDtype, Selection
 
 Norms = Callable[[], Float[Tensor, " units"]]

@@ -129,7 +129,7 @@ def test_a_transcoder_in_disguise_is_all_gate_though_its_rank_is_full(gpt2):
 
 
 def accounted_error(layer, x, y):
-    from mxd.ops.losses import normalized_mse
+    from mxd.layers.objective import normalized_mse
 
     with torch.no_grad():
         return normalized_mse(layer(x), y)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mxd.layers import LAYERS
-from mxd.layers.objective import forward_backward
-from mxd.ops.losses import normalized_mse
+from mxd.layers.objective import forward_backward, normalized_mse
 
 
 @pytest.fixture(params=LAYERS)

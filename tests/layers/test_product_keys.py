@@ -230,7 +230,7 @@ def test_the_code_answers_without_its_list_what_its_list_says(layer, x):
 
 @pytest.mark.parametrize("limit", [1, 2**26])
 def test_the_list_does_not_depend_on_how_many_tokens_are_listed_at_a_time(layer, x, limit, monkeypatch):
-    monkeypatch.setattr("mxd.layers.code.LISTED", limit)
+    monkeypatch.setattr("mxd.layers.gates.LISTED", limit)
     code = layer.encode(x)
     torch.testing.assert_close(
         torch.zeros(7, 25).double().scatter_add(1, code.indices, code.activations), dense(layer, x)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_folder
-from mxd.layers.code import Code
+from mxd.layers.gates import Code
 from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
 from mxd.layers.transcoder import Transcoder
 from mxd.model.frozen import FrozenModel

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.code import Code
+from mxd.layers.gates import Code
+from mxd.layers.objective import normalized_mse
 from mxd.layers.sparsity import JumpReLUConfig
 from mxd.layers.transcoder import Transcoder
-from mxd.ops.losses import normalized_mse
 
 CHUNK_BYTES = 256 * 2**20
 """Memory for the pre-activations of one chunk of units."""
