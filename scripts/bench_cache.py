@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 
 from mxd.artifacts.provenance import versions
-from mxd.data.activations import Batch, Cursor, Mine
+from mxd.data.activations import Batch, Cursor, WindowFilter
 from mxd.data.cache import Dtype, Stream, cache_bytes, claim_cache, write_cache
 from mxd.data.prefetch import ahead
 from mxd.data.reading import cached_batches, mixed_batches
@@ -34,10 +34,10 @@ def stream(width: int) -> Stream:
     x, y = torch.randn(2, BATCH, width, generator=torch.Generator().manual_seed(0))
     ids, means = torch.arange(BATCH), {0: (x.mean(0), y.mean(0))}
 
-    def batches(start: Cursor, is_mine: Mine) -> Iterator[Batch]:
+    def batches(start: Cursor, accept: WindowFilter) -> Iterator[Batch]:
         window = start.context
         while True:
-            if is_mine(Cursor(window), WINDOW):
+            if accept(Cursor(window), WINDOW):
                 for b in range(WINDOW):
                     end = Cursor(window, 0, b + 1) if b + 1 < WINDOW else Cursor(window + 1)
                     yield Batch({0: (x, y)}, ids, means, end)

@@ -103,7 +103,7 @@ def test_weights_that_are_no_numbers_are_refused(layer, value):
     tensors["decoder"][1, 2] = value
     save_file(tensors, layer / "model.safetensors")
     fit_hash(layer)
-    with pytest.raises(MxdError, match="decoder holds values that are no finite numbers"):
+    with pytest.raises(MxdError, match="decoder holds values that are not finite"):
         load_layer(layer)
 
 

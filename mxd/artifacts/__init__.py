@@ -1,1 +1,1 @@
-"""A trained layer as a thing: its folder with provenance and hashes, its card, the Hub as a place for folders."""
+"""Trained layers as files: folders with provenance and hashes, their cards, and their transfer to and from the Hub."""

@@ -1,7 +1,7 @@
-"""Model cards: what a person, and the Hub, should know of a layer or a set of layers.
+"""Model cards: what people, and the Hub, should know about a layer or a set of layers.
 
-The metadata at the top is the Hub's own form, written and checked by huggingface_hub. Whatever comes from outside
-(names of models and texts) is escaped.
+The metadata at the top has the Hub's format, written and checked by huggingface_hub. Text from outside (names of models
+and texts) is escaped.
 """
 
 import json
@@ -30,7 +30,7 @@ TAGS = {
     "STC": ("transcoder", "skip-transcoder"),
     "SAE": ("sparse-autoencoder",),
 }
-"""Tags that people search for; other methods go by their label."""
+"""Tags that people search for; other methods are tagged with their label."""
 
 HUB_METRICS = {
     "cross_entropy_increase": CE_INCREASE,
@@ -39,11 +39,11 @@ HUB_METRICS = {
     "normalized_mse": NMSE,
     "fraction_of_variance_unexplained": FVU,
 }
-"""What the metadata states, by the kind that the Hub files it under."""
+"""Metrics in the metadata, by their type on the Hub."""
 
 FIGURE = "frontier.png"
 UNKNOWN = "unknown"
-"""The Hub's name for a license that nobody has stated."""
+"""The Hub's name for a license that is not stated."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Member:
     """A layer as its card sees it."""
 
     name: str
-    """Its folder in a set; nothing for a layer by itself."""
+    """Its folder in a set; "" for a single layer."""
     config: ReplacementConfig
     origin: Provenance
     evaluation: Evaluation | None = None
@@ -60,7 +60,7 @@ class Member:
 
     @property
     def result(self) -> Result | None:
-        """What was measured of this very layer, spliced in alone."""
+        """The evaluation of this layer, spliced in alone."""
         config, origin = self.config, self.origin
         this = Replaced(
             method=config.label,
@@ -72,7 +72,7 @@ class Member:
         )
         results = self.evaluation.results if self.evaluation else {}
         fitting = {key: result for key, result in results.items() if result.replacements == [this]}
-        if len(fitting) > 1:  # variants of one kind: only their names tell them apart
+        if len(fitting) > 1:  # variants with the same method, sparsity and size differ only in name
             fitting = {k: r for k, r in fitting.items() if k.rpartition("/")[2] == (self.called or self.name)}
         return next(iter(fitting.values()), None)
 
@@ -82,9 +82,9 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
 
     Args:
         member: the layer.
-        address: its reference on the Hub; ``None`` before it was pushed.
+        address: its reference on the Hub; ``None`` before it is pushed.
         license: the Hub's name of a license.
-        title: what the layer is called in the evaluation results; by default its folder.
+        title: the layer's name in the evaluation results; by default its folder.
     """
     origin = member.origin
     text = [
@@ -112,9 +112,9 @@ def set_card(
 
     Args:
         members: the layers.
-        address: their repository's reference on the Hub; ``None`` before it was pushed.
+        address: their repository's reference on the Hub; ``None`` before it is pushed.
         license: the Hub's name of a license.
-        title: what the set is called in the evaluation results.
+        title: the set's name in the evaluation results.
         figure: whether ``frontier.png`` lies beside the card.
     """
     members = sorted(members, key=lambda m: (m.origin.block, m.config.label, m.config.sparsity.max_k or 0, m.name))
@@ -138,19 +138,19 @@ def license_of(readme: str) -> str | None:
     """Return the license that a card states, if any."""
     try:
         stated = ModelCard(readme, ignore_metadata_errors=True).data.get("license") if readme else None
-    except Exception:  # somebody else's file: whatever is wrong with it, it states no license
+    except Exception:  # anybody may have written the file: if it cannot be read, it states no license
         return None
     return stated if isinstance(stated, str) and stated != UNKNOWN else None
 
 
 def _card(text: Iterable[str], members: Sequence[Member], license: str | None, title: str) -> str:
-    results = [found for m in members for found in _eval_results(m)]
+    results = [result for m in members for result in _eval_results(m)]
     bases = sorted({m.origin.model for m in members if _on_hub(m.origin)})
     data = ModelCardData(
         license=license or UNKNOWN,
         library_name="mxd",
         base_model=bases or None,
-        base_model_relation="adapter" if bases else None,  # else the Hub lists it as fine-tuned from the base
+        base_model_relation="adapter" if bases else None,  # otherwise the Hub lists it as fine-tuned from the base
         datasets=sorted({d for m in members if (d := _dataset(m.origin.data)) is not None}) or None,
         tags=["mechanistic-interpretability", "interpretability", "replacement-layer", *_tags(members)],
         model_name=title if results else None,
@@ -196,14 +196,14 @@ def _use(member: Member, address: str | None, members: int | None) -> list[str]:
         lines += [f"with mxd.spliced(model, {{{origin.block}: {json.dumps(where)}}}):", "    ..."]
     else:
         path, at, revision = where.partition("@")
-        one = f"{path}/{member.name}{at}{revision}"
-        some = json.dumps(f"*-{member.config.sparsity.slug}")
+        layer = f"{path}/{member.name}{at}{revision}"
+        pattern = json.dumps(f"*-{member.config.sparsity.slug}")
         lines += [
-            f"layers = mxd.load_layers({json.dumps(where)})  # or some of them: pattern={some}",
+            f"layers = mxd.load_layers({json.dumps(where)})  # or some of them: pattern={pattern}",
             f"with mxd.spliced(model, {{{origin.block}: layers[{json.dumps(member.name)}]}}):",
             "    ...",
             "",
-            f"trained = mxd.from_pretrained({json.dumps(one)})  # one of them, alone",
+            f"trained = mxd.from_pretrained({json.dumps(layer)})  # one of them, alone",
         ]
     code = "\n".join(["```python", *lines, "```"])
     if _on_hub(origin):
@@ -249,7 +249,7 @@ def _what(members: Sequence[Member]) -> list[str]:
 
 
 def _training(members: Sequence[Member]) -> list[str]:
-    """State text and recipe, once where all layers share them."""
+    """Return text and recipe, once for all layers that share them."""
     recipes: dict[str, list[str]] = {}
     for m in members:
         recipes.setdefault(_recipe(m.origin), []).append(m.name)
@@ -333,7 +333,7 @@ def _limits(members: Sequence[Member], license: str | None) -> list[str]:
 
 
 def _on_hub(origin: Provenance) -> bool:
-    """Whether the base model came from the Hub: it has a valid name there, and a commit."""
+    """Return whether the base model came from the Hub: its name is a valid id, and its commit is known."""
     return _is_id(origin.model) and re.fullmatch(r"[0-9a-f]{40}", origin.revision or "") is not None
 
 
@@ -363,5 +363,5 @@ def _list(values: Iterable[str]) -> str:
 
 
 def _code(value: str) -> str:
-    """Return a value that may stand between backticks in a table."""
+    """Return a value that is safe between backticks in a table."""
     return re.sub(r"[^\w.+=-]", "?", value)

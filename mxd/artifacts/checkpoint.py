@@ -2,10 +2,10 @@
 
 config.json          the layer's config, its provenance, and the SHA-256 of model.safetensors
 model.safetensors    its parameters
-metrics.json         what was measured when training ended
-README.md            the same for people
+metrics.json         metrics at the end of training
+README.md            a card, for people
 
-A set is a folder of such folders. Both lie on this machine or on the Hub; a reference stands wherever a path does.
+A set is a folder of such folders. Both can be local or on the Hub: a Hub reference is accepted wherever a path is.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,10 @@ class Trained:
         token: str | bool | None = None,
         license: str | None = None,
     ) -> hub.Pushed:
-        """Push the checkpoint that this was loaded from, as it is on disk (``push``); save a changed layer first."""
+        """Push the checkpoint that this was loaded from, as it is on disk; save a changed layer first.
+
+        Arguments and errors as ``mxd.artifacts.transfer.push``.
+        """
         return push(self.path, repo, private, revision, create_pr, token, license)
 
 
@@ -52,7 +55,16 @@ def save_layer(
     provenance: Provenance,
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a layer as a self-describing folder; it appears whole or not at all.
+    """Write a layer as a self-describing folder, atomically.
+
+    Args:
+        folder: where; a layer that is there already is replaced.
+        layer: the layer.
+        provenance: what it replaces and how it was trained.
+        metrics: metrics at the end of training.
+
+    Returns:
+        The folder.
 
     Raises:
         MxdError: the folder exists and is not a layer's, or cannot be written.
@@ -86,18 +98,19 @@ def load_layer(
         revision: branch, tag or commit on the Hub; the reference may name it instead.
         token: access token for the Hub; by default the one of ``hf auth login`` or ``HF_TOKEN``.
         cache_dir: where downloads are kept; by default the Hub's usual cache.
-        local_files_only: never ask the Hub; what is not in the cache is an error.
-        verify: compare the tensors with the SHA-256 that ``config.json`` names; where it names none there is an
-            ``UnhashedWarning``. docs/reliability.md has what it costs.
+        local_files_only: never ask the Hub; files missing from the cache are an error.
+        verify: compare the tensors with the SHA-256 in ``config.json``; without one there is an ``UnhashedWarning``.
+            docs/reliability.md says what it costs.
 
     Raises:
-        MxdError: no checkpoint there, one that is damaged or of another format, several, or the Hub cannot be reached.
+        MxdError: there is no checkpoint, it is damaged or of another format, there are several, or the Hub cannot be
+            reached.
     """
-    found = find_layers(path, "*", revision, token, cache_dir, local_files_only)
-    if len(found) > 1:
-        names = ", ".join(map(layer_name, found))
-        raise MxdError(f"{str(path)!r} holds {len(found)} layers; add the name of one, or use load_layers: {names}.")
-    return _trained(found[0], verify)
+    folders = find_layers(path, "*", revision, token, cache_dir, local_files_only)
+    if len(folders) > 1:
+        names = ", ".join(map(layer_name, folders))
+        raise MxdError(f"{str(path)!r} holds {len(folders)} layers; add the name of one, or use load_layers: {names}.")
+    return _trained(folders[0], verify)
 
 
 from_pretrained = load_layer
@@ -117,8 +130,8 @@ def load_layers(
 
     Arguments and errors as ``load_layer``.
     """
-    found = find_layers(path, pattern, revision, token, cache_dir, local_files_only)
-    return {layer_name(folder): _trained(folder, verify) for folder in found}
+    folders = find_layers(path, pattern, revision, token, cache_dir, local_files_only)
+    return {layer_name(folder): _trained(folder, verify) for folder in folders}
 
 
 def _trained(folder: Path, verify: bool) -> Trained:

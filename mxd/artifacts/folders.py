@@ -1,4 +1,4 @@
-"""Layers' folders: where they are, on this machine or on the Hub, and what each holds, read strictly."""
+"""Layers' folders: finding them, locally or on the Hub, and reading them strictly."""
 
 from fnmatch import fnmatchcase
 from glob import escape
@@ -20,13 +20,13 @@ from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 2
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "faithfulness.json", "README.md")
-"""What a layer's folder holds; only these are ever sent or fetched."""
+"""The files of a layer's folder; no others are ever uploaded or downloaded."""
 SET_FILES = ("faithfulness.json", FIGURE, "README.md")
-"""What may lie beside the layers of a set."""
+"""Files that may lie beside the layers of a set."""
 
 
 class UnhashedWarning(MxdWarning):
-    """A layer was saved before configs named the SHA-256 of the tensors, so nothing tells whether they are whole."""
+    """A layer was saved before configs named the SHA-256 of the tensors, so that they cannot be verified."""
 
 
 def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, Provenance]:
@@ -37,7 +37,7 @@ def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, 
         verify: compare the tensors with the SHA-256 that ``config.json`` names.
 
     Raises:
-        MxdError: no checkpoint there, or one that is damaged.
+        MxdError: there is no checkpoint, or it is damaged.
     """
     config, provenance = read_layer(folder)
     try:
@@ -48,10 +48,10 @@ def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, 
         raise MxdError(
             f"cannot read {folder}/model.safetensors: {error}. Copy or download the checkpoint again."
         ) from error
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    if config.num_params > 2 * numbers + 2**20:  # before a layer of whatever size config.json names is made
+    stored = sum(tensor.numel() for tensor in tensors.values())
+    if config.num_params > 2 * stored + 2**20:  # before memory is allocated for whatever size config.json names
         raise MxdError(
-            f"{folder}: config.json describes {config.num_params:,} parameters, model.safetensors holds {numbers:,}. "
+            f"{folder}: config.json describes {config.num_params:,} parameters, model.safetensors holds {stored:,}. "
             "Copy or download the checkpoint again."
         )
     layer = config.build()
@@ -59,7 +59,7 @@ def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, 
     layer.load_state_dict(tensors)
     for name, parameter in layer.named_parameters():
         if not bool(parameter.isfinite().all()):
-            raise MxdError(f"{folder}: {name} holds values that are no finite numbers. Copy or download it again.")
+            raise MxdError(f"{folder}: {name} holds values that are not finite. Copy or download it again.")
     return layer.eval().requires_grad_(False), provenance
 
 
@@ -67,33 +67,33 @@ def _compare(folder: Path) -> None:
     """Compare a layer's tensors with the SHA-256 that its config names.
 
     Raises:
-        MxdError: it is another.
+        MxdError: they differ.
         OSError: the tensors cannot be read.
     """
     config, file = read_config(folder), folder / "model.safetensors"
     if "tensors_sha256" not in config:
         warn(
-            f"{folder}/config.json, saved by an earlier version of mxd, names no SHA-256 of model.safetensors: whether "
-            "that is as it was saved cannot be told.",
+            f"{folder}/config.json, saved by an earlier version of mxd, names no SHA-256 of model.safetensors, so that "
+            "the tensors cannot be verified.",
             UnhashedWarning,
             stacklevel=5,
         )
         return
-    found = file_sha256(file)
-    if found != config["tensors_sha256"]:
+    digest = file_sha256(file)
+    if digest != config["tensors_sha256"]:
         cached = hub.cached_reference(folder) is not None
         remedy = f"Delete {file.resolve()} and download it" if cached else "Copy or download the checkpoint"
         raise MxdError(
-            f"{file} is not what was saved: its SHA-256 is {found}, config.json names {config['tensors_sha256']}. "
+            f"{file} is not what was saved: its SHA-256 is {digest}, config.json names {config['tensors_sha256']}. "
             f"{remedy} again."
         )
 
 
 def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
-    """Read what a layer's folder says of it, without its tensors.
+    """Read a layer's config and provenance, without its tensors.
 
     Raises:
-        MxdError: no checkpoint there, or its ``config.json`` is wrong.
+        MxdError: there is no checkpoint, or its ``config.json`` is wrong.
     """
     config = read_config(folder)
     try:
@@ -107,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read and check a layer folder's ``config.json``.
 
     Raises:
-        MxdError: there is none, or it is not this format.
+        MxdError: there is none, or it has another format.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -133,16 +133,16 @@ def find_layers(
 ) -> list[Path]:
     """Return the layer folders at a path or a Hub reference: the folder itself, or those directly inside.
 
-    From the Hub come first the configs, and what they show to be layers then: nothing else is ever downloaded.
+    From the Hub the configs are downloaded first, then the folders that they show to be layers, and nothing else.
 
     Args:
         path: a layer's folder, a run's folder, or a Hub reference to either.
-        pattern: of a set only the folders whose names match.
+        pattern: selects folders of a set by name.
         revision: as in ``load_layer``.
         token: as in ``load_layer``.
         cache_dir: as in ``load_layer``.
         local_files_only: as in ``load_layer``.
-        weights: from the Hub bring the tensors, too.
+        weights: also download the other files, tensors included.
 
     Raises:
         MxdError: there is none, or the Hub cannot be reached.
@@ -152,30 +152,30 @@ def find_layers(
         return layers_in(Path(path), pattern, str(path))
     access = (token, cache_dir, local_files_only)
     folder = hub.download(reference, ("config.json", "*/config.json"), *access)
-    found = layers_in(folder, pattern, str(reference))
-    for layer in found:
+    layers = layers_in(folder, pattern, str(reference))
+    for layer in layers:
         if layer != folder and not hub.is_name(layer.name):
             raise MxdError(
-                f"{reference} holds a layer in a folder called {layer.name!r}; a name is made of letters, digits, '.', "
-                "'_', '+', '=' and '-' and begins with one of the first two. Choose the others with a pattern, or ask "
-                "the author to rename it."
+                f"{reference} holds a layer in a folder called {layer.name!r}; a name consists of letters, digits, "
+                "'.', '_', '+', '=' and '-' and begins with a letter, a digit or '_'. Choose the others with a "
+                "pattern, or ask the author to rename it."
             )
-    for layer in found:
+    for layer in layers:
         read_config(layer)
     if weights:
-        places = ["" if layer == folder else f"{escape(layer.name)}/" for layer in found]
-        files = [f"{place}{file}" for place in places for file in LAYER_FILES]
+        prefixes = ["" if layer == folder else f"{escape(layer.name)}/" for layer in layers]
+        files = [f"{prefix}{file}" for prefix in prefixes for file in LAYER_FILES]
         hub.download(hub.cached_reference(folder) or reference, [*files, *SET_FILES], *access)
-    return found
+    return layers
 
 
 def layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
-    """Return the layer folders in a folder on this machine: itself, or those directly inside.
+    """Return the layer folders in a local folder: itself, or those directly inside.
 
     Args:
         folder: where to look.
-        pattern: of a set only the folders whose names match.
-        shown: what messages call the folder.
+        pattern: selects folders of a set by name.
+        shown: the folder's name in messages.
 
     Raises:
         MxdError: there is none.
@@ -191,28 +191,29 @@ def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
         if pattern != "*":
             raise MxdError(f"{shown!r} is one layer, from which pattern {pattern!r} cannot choose; leave it out.")
         return [folder]
-    children = folder.iterdir() if folder.is_dir() else ()  # dot folders: what a killed save left behind
+    children = folder.iterdir() if folder.is_dir() else ()
+    # Hidden folders are unfinished: a killed save left them behind.
     layers = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
     if not layers:
         raise MxdError(
             f"no checkpoint at {shown!r}: expected a folder with config.json and model.safetensors, a run's folder "
             "that holds some, or a Hub reference org/name[/subfolder][@revision] to either."
         )
-    found = [layer for layer in layers if fnmatchcase(layer.name, pattern)]
-    if not found:
+    matching = [layer for layer in layers if fnmatchcase(layer.name, pattern)]
+    if not matching:
         names = ", ".join(layer.name for layer in layers)
         raise MxdError(f"no layer at {shown!r} matches {pattern!r}; there are: {names}.")
-    return found
+    return matching
 
 
 def layer_name(folder: Path) -> str:
-    """Return a layer's name: its folder's, or its repository's where that is one layer."""
+    """Return a layer's name: its folder's, or its repository's where that is a single layer."""
     reference = hub.cached_reference(folder)
     return reference.name if reference else folder.resolve().name
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Whether saving may replace a folder: it is empty, or holds a layer."""
+    """Return whether saving may replace a folder: it is empty, or holds a layer."""
     if not folder.is_dir():
         return False
     try:

@@ -1,8 +1,8 @@
-"""The Hugging Face Hub as a place for folders: names of what lies there, files down, files up, failures in one line.
+"""Transport to and from the Hugging Face Hub: references, downloads, uploads, and failures in one line.
 
-org/name[/subfolder][@revision]      hf://org/name... where a local folder of that name is in the way
+org/name[/subfolder][@revision]      hf://org/name... where there is a local folder of that name
 
-Only transport: what the files mean is known higher up.
+Nothing here knows what the files mean.
 """
 
 import errno
@@ -39,7 +39,7 @@ from huggingface_hub.utils import validate_repo_id
 from mxd.common.errors import MxdError
 
 Cards = Callable[[str | None], Mapping[str, str]]
-"""Builds the README files of an upload: commit that they point to, where known -> path in the repository -> text."""
+"""Builds the README files of an upload (path in the repository -> text), given the commit to point to, if known."""
 
 _FORM = re.compile(r"(?P<repo>[^/@]+/[^/@]+)(?:/(?P<subfolder>[^@]+))?(?:@(?P<revision>.+))?")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]*", re.ASCII)
@@ -50,7 +50,7 @@ _TOKEN = re.compile(r"\bhf_\w{4,}")
 
 @dataclass(frozen=True)
 class HubReference:
-    """What lies in a repository on the Hub, or in a folder of it, at a revision (``None``: its main branch)."""
+    """A repository on the Hub, or a folder in it, at a revision (``None``: its main branch)."""
 
     repo: str
     subfolder: str = ""
@@ -61,21 +61,21 @@ class HubReference:
         """Read ``[hf://]org/name[/subfolder][@revision]``.
 
         Raises:
-            MxdError: it has another form, or a part that could lead out of the repository.
+            MxdError: it has another form, or a part that could lead outside the repository.
         """
         match = _FORM.fullmatch(text.removeprefix("hf://"))
         wrong = MxdError(f"{text!r} is not a Hub reference; expected org/name[/subfolder][@revision].")
         if match is None:
             raise wrong
-        found = cls(match["repo"], match["subfolder"] or "", match["revision"])
-        parts = [part for part in (found.subfolder, found.revision) if part]
+        reference = cls(match["repo"], match["subfolder"] or "", match["revision"])
+        parts = [part for part in (reference.subfolder, reference.revision) if part]
         if not all(is_name(name) for part in parts for name in part.split("/")):
             raise wrong
         try:
-            validate_repo_id(found.repo)
+            validate_repo_id(reference.repo)
         except HFValidationError:
             raise wrong from None
-        return found
+        return reference
 
     @property
     def name(self) -> str:
@@ -89,33 +89,33 @@ class HubReference:
 
 @dataclass(frozen=True)
 class Remote:
-    """A repository as it is before an upload."""
+    """A repository before an upload."""
 
     files: frozenset[str]
     """Paths in it."""
     readme: str
-    """Its card, or nothing."""
+    """Its card, or ""."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What an upload led to."""
+    """The result of an upload."""
 
     url: str
-    """Where people see it: the repository, or the pull request."""
+    """The repository's page, or the pull request's."""
     revision: str
-    """The commit that first held these files: what a card or a paper should point to."""
+    """The first commit with these files, which a card or a paper should cite."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a folder may be called so: nothing that leads elsewhere, that a shell obeys, or that no person sees."""
+    """Return whether a folder may have this name: no path, no characters special to a shell, none invisible."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def reference_of(source: str | Path, revision: str | None = None) -> HubReference | None:
-    """Tell Hub references from local paths, for which ``None`` is returned; a local path that exists always wins.
+    """Return the Hub reference that a source is, or ``None`` for a local path; a local path that exists always wins.
 
-    A ``Path`` is local, and so is ``a/b`` where a folder ``a`` is here, so that a mistyped path asks nobody.
+    A ``Path`` is local, and so is ``a/b`` if there is a folder ``a``, so that a mistyped path never reaches the Hub.
 
     Raises:
         MxdError: two revisions are given, or one for a local path.
@@ -140,12 +140,12 @@ def _is_local(source: str) -> bool:
         return True
     try:
         return Path(source).exists() or Path(first).is_dir()
-    except OSError:  # longer than a name can be
+    except OSError:  # the name is too long
         return True
 
 
 def cached_reference(path: Path) -> HubReference | None:
-    """Return what a folder in the Hub's local cache is a copy of, with its commit; ``None`` for any other folder."""
+    """Return the reference, with its commit, of a folder in the Hub's local cache; ``None`` for any other folder."""
     parts = path.absolute().parts
     for i, part in enumerate(parts):
         if (
@@ -166,16 +166,16 @@ def download(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Bring files of a reference into the Hub's local cache and return the folder that stands for the reference.
+    """Download files of a reference into the Hub's local cache and return the reference's folder there.
 
     Every file is complete or absent; the folder's path names the commit.
 
     Args:
-        reference: what to bring.
-        files: patterns of paths below the reference; those that match nothing are left out.
+        reference: what to download.
+        files: patterns of paths below the reference; those that match nothing are skipped.
         token: access token; by default the one of ``hf auth login`` or ``HF_TOKEN``.
-        cache_dir: the cache, where not the usual one.
-        local_files_only: ask nobody; what is not in the cache is an error.
+        cache_dir: the cache, if not the usual one.
+        local_files_only: never ask the Hub; files missing from the cache are an error.
 
     Raises:
         MxdError: anything went wrong; the message says what, and what to do.
@@ -194,14 +194,20 @@ def download(
 
 
 def prepare(repo: str, private: bool = False, revision: str | None = None, token: str | bool | None = None) -> Remote:
-    """Make sure that a repository and a branch are there, and return what they hold.
+    """Create a repository and a branch if necessary, and return what they hold.
+
+    Args:
+        repo: ``org/name``.
+        private: create it as private; an error if it exists and is public.
+        revision: the branch; by default main.
+        token: access token; by default the one of ``hf auth login`` or ``HF_TOKEN``.
 
     Raises:
-        MxdError: they cannot be made, or ``private`` is asked of a repository that is public.
+        MxdError: they cannot be created, or a public repository should be private.
     """
     target = HubReference.parse(repo)
     if target.subfolder or target.revision:
-        raise MxdError(f"{repo!r} is no repository: expected org/name (a branch goes into revision).")
+        raise MxdError(f"{repo!r} is not a repository: expected org/name (a branch goes into revision).")
     api = HfApi(token=token)
     with _failures(replace(target, revision=revision), token, "upload"):
         api.create_repo(repo, private=private or None, exist_ok=True)
@@ -210,8 +216,8 @@ def prepare(repo: str, private: bool = False, revision: str | None = None, token
         info = api.model_info(repo, revision=revision)
         if private and not info.private:
             raise MxdError(
-                f"{repo} is there already and public, so nothing was sent; make it private in its settings on the Hub, "
-                "or leave --private out."
+                f"{repo} exists already and is public, so nothing was sent; make it private in its settings on the "
+                "Hub, or leave --private out."
             )
         files = frozenset(file.rfilename for file in info.siblings or ())
         readme = ""
@@ -230,7 +236,7 @@ def push(
     token: str | bool | None = None,
     message: str = "Upload with mxd",
 ) -> Pushed:
-    """Send files and their cards; all of them appear in one commit, and pushing the same again changes nothing.
+    """Upload files and their cards in one commit; pushing the same again changes nothing.
 
     The cards then get a second commit, in which they name the first.
 
@@ -245,7 +251,7 @@ def push(
         message: the commit's message.
 
     Raises:
-        MxdError: anything went wrong; the message says what, and what to do. A layer is there whole then, or as before.
+        MxdError: anything went wrong; the message says what, and what to do. A layer is then complete or unchanged.
     """
     api = HfApi(token=token)
 
@@ -271,13 +277,13 @@ def _pin(api: HfApi, repo: str, readme: str, files: Mapping[str, Path]) -> str |
     named = _PIN.search(readme)
     if named is None:
         return None
-    paths, there = list(files), []
+    paths, stored = list(files), []
     try:
-        for start in range(0, len(paths), 500):  # the Hub takes no more at once
-            there += api.get_paths_info(repo, paths[start : start + 500], revision=named[1])
+        for start in range(0, len(paths), 500):  # the Hub's limit per request
+            stored += api.get_paths_info(repo, paths[start : start + 500], revision=named[1])
     except RevisionNotFoundError:
         return None
-    hashes = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in there if isinstance(file, RepoFile)}
+    hashes = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in stored if isinstance(file, RepoFile)}
     same = all(hashes.get(path) in _hashes(file) for path, file in files.items())
     return named[1] if same else None
 
@@ -290,9 +296,9 @@ def _hashes(file: Path) -> tuple[str, str]:
 
 @contextmanager
 def _failures(reference: HubReference, token: str | bool | None, doing: str) -> Iterator[None]:
-    """Turn whatever the Hub's client raises into one line with its remedy.
+    """Turn errors of the Hub's client into one line with a remedy.
 
-    The original is left out of the traceback: it may quote headers, and with them the token.
+    The original error is left out of the traceback: it may quote headers, and with them the token.
     """
     try:
         yield
@@ -305,22 +311,22 @@ def _failures(reference: HubReference, token: str | bool | None, doing: str) -> 
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Return an error and what it was raised from: the client wraps the telling one."""
-    found = [error]
-    while (cause := found[-1].__cause__) is not None:
-        found.append(cause)
-    return found
+    """Return an error and its chain of causes: the client wraps the informative one."""
+    errors = [error]
+    while (cause := errors[-1].__cause__) is not None:
+        errors.append(cause)
+    return errors
 
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 AGAIN = {
-    "upload": "Run the same again: what was sent already is not sent twice, and nothing half-sent is visible.",
-    "download": "Run the same again: complete files are kept, and no half file is ever loaded.",
+    "upload": "Run the same command again: what arrived is not sent twice, and no incomplete upload is visible.",
+    "download": "Run the same command again: complete files are kept, and no incomplete file is ever loaded.",
 }
 
 
 def _explain(errors: Sequence[BaseException], reference: HubReference, doing: str) -> str:
-    """Return one line for a failure, from the most telling of its errors."""
+    """Return one line for a failure, from the most informative of its errors."""
     repo, endpoint = reference.repo, constants.ENDPOINT
 
     def of(*kinds: type[BaseException]) -> BaseException | None:
@@ -353,22 +359,22 @@ def _explain(errors: Sequence[BaseException], reference: HubReference, doing: st
 
 
 def _explain_status(error: BaseException, reference: HubReference, doing: str) -> str:
-    """Return one line for an answer of the Hub that refuses."""
+    """Return one line for a refusal by the Hub."""
     assert isinstance(error, HfHubHTTPError)
-    status, said = error.response.status_code, error.server_message or ""
-    said = f" ({' '.join(said.split())})" if said else ""
+    status, reason = error.response.status_code, error.server_message or ""
+    reason = f" ({' '.join(reason.split())})" if reason else ""
     if status == 401:
-        return f"the Hub wants a valid token{said}: {LOGIN}."
+        return f"the Hub wants a valid token{reason}: {LOGIN}."
     if status == 403:
         need = "a token with write access to" if doing == "upload" else "a token that may read"
-        return f"the Hub refuses access to {reference.repo}{said}: it takes {need} it; {LOGIN}."
+        return f"the Hub refuses access to {reference.repo}{reason}: you need {need} it; {LOGIN}."
     if status == 404:
-        return f"{reference} has no such file on the Hub{said}; check the name."
+        return f"{reference} has no such file on the Hub{reason}; check the name."
     if status == 429:
-        return f"the Hub asks to wait: too many requests{said}. {AGAIN[doing]}"
+        return f"the Hub asks to wait: too many requests{reason}. {AGAIN[doing]}"
     if status >= 500:
-        return f"the Hub has trouble (HTTP {status}){said}. Try later. {AGAIN[doing]}"
-    return f"the Hub refuses the {doing} of {reference} (HTTP {status}){said}."
+        return f"the Hub has trouble (HTTP {status}){reason}. Try later. {AGAIN[doing]}"
+    return f"the Hub refuses the {doing} of {reference} (HTTP {status}){reason}."
 
 
 def _line(error: BaseException) -> str:

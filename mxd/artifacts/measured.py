@@ -1,4 +1,4 @@
-"""What a card reads of an ``evaluation.json``, which anyone may have written."""
+"""The fields of a ``faithfulness.json`` that a card shows; anyone may have written the file."""
 
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,17 @@ class Replaced(BaseModel):
 
 
 class Around(BaseModel):
-    """What was measured with the base MLP answering at special tokens."""
+    """Measurements with the base MLP in place at special tokens."""
 
     ce_increase: float
 
 
 class Site(_Numbers):
-    """What was measured at one MLP."""
+    """Measurements at one MLP."""
 
 
 class Result(_Numbers):
-    """What was measured of one splice."""
+    """Measurements of one splice."""
 
     tokens: int
     ce_base: float
@@ -46,7 +46,7 @@ class Result(_Numbers):
 
 
 class Evaluation(BaseModel):
-    """What a card reads of an ``evaluation.json``."""
+    """The fields of a ``faithfulness.json`` that a card shows."""
 
     model: str
     data: dict[str, Any]

@@ -27,7 +27,7 @@ class Provenance(BaseModel):
     model_dtype: str = "float32"
     """Dtype the base model ran in."""
     excluded_ids: tuple[int, ...] = ()
-    """Tokens left out in training; a splice replaces the MLP there all the same."""
+    """Tokens left out in training; a splice still replaces the MLP there."""
     data: dict[str, Any] = {}
     """The training text: source, split, column, context, BOS."""
     text_hash: str = ""
@@ -39,13 +39,13 @@ class Provenance(BaseModel):
     seed: int = 0
     """Seed of the run."""
     config_hash: str = ""
-    """Hash of the run's whole config but its name and place."""
+    """Hash of the run's config without its name and folder."""
     versions: dict[str, str] = {}
     """Versions of mxd, torch, transformers, safetensors."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("mxd", "torch", "transformers", "safetensors")}

@@ -1,4 +1,4 @@
-"""Loaded tensors, compared with those that are expected."""
+"""Checks of loaded tensors."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,13 @@ from mxd.common.errors import MxdError
 def fit_tensors(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], where: str) -> None:
     """Check names, shapes and kinds of loaded tensors.
 
+    Args:
+        expected: name -> a tensor of the right shape and kind.
+        got: name -> loaded tensor.
+        where: where they come from, for messages.
+
     Raises:
-        MxdError: a tensor is missing, extra, of the wrong shape, or holds whole numbers where others belong.
+        MxdError: a tensor is missing, extra, of the wrong shape, or of integers in place of floats or the reverse.
     """
     missing, extra = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or extra:

@@ -26,28 +26,28 @@ def push(
 ) -> hub.Pushed:
     """Push a layer, or a run's folder as a set, to a model repository on the Hub, with cards written for it.
 
-    Only ``LAYER_FILES`` and ``SET_FILES`` are sent. Files of the repository that are not here stay as they are.
+    Only ``LAYER_FILES`` and ``SET_FILES`` are uploaded. Other files in the repository stay as they are.
 
     Args:
         path: a layer's folder or a run's folder.
-        repo: ``org/name``; made where it is not there yet.
-        private: make the repository private; an error where it is there and public.
-        revision: branch to push to, made where it is not there yet.
+        repo: ``org/name``; created if necessary.
+        private: create the repository as private; an error if it exists and is public.
+        revision: branch to push to, created if necessary.
         create_pr: open a pull request instead.
         token: as in ``load_layer``.
-        license: the Hub's name of a license; by default what the card there states, else unknown.
+        license: the Hub's name of a license; by default the one that the repository's card states, else unknown.
         message: the commit's message.
 
     Raises:
-        MxdError: a damaged checkpoint, a name that cannot be one on the Hub, or the Hub refuses or cannot be reached.
+        MxdError: a checkpoint is damaged, its name is not valid on the Hub, or the Hub refuses or cannot be reached.
     """
     if create_pr and revision is not None:
         raise MxdError("a pull request goes to main; leave out --revision or --create-pr.")
     folder = Path(path)
     layers = layers_in(folder, "*", str(path))
     single = layers == [folder]
-    places = {layer: "" if single else f"{HubReference.parse(f'{repo}/{layer.name}').name}/" for layer in layers}
-    files = {place + name: layer / name for layer, place in places.items() for name in LAYER_FILES}
+    prefixes = {layer: "" if single else f"{HubReference.parse(f'{repo}/{layer.name}').name}/" for layer in layers}
+    files = {prefix + name: layer / name for layer, prefix in prefixes.items() for name in LAYER_FILES}
     files |= {} if single else {name: folder / name for name in SET_FILES}
     files = {name: file for name, file in files.items() if file.is_file() and file.name != "README.md"}
     links = [str(file) for file in files.values() if file.is_symlink() and hub.cached_reference(file.parent) is None]
@@ -55,7 +55,7 @@ def push(
         raise MxdError(
             f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
         )
-    members = [_member(layer, places[layer]) for layer in layers]
+    members = [_member(layer, prefixes[layer]) for layer in layers]
     remote = hub.prepare(repo, private, revision, token)
     _check_same_kind(repo, single, remote.files)
     license = license or license_of(remote.readme)
@@ -63,31 +63,34 @@ def push(
     title = HubReference.parse(repo).name
 
     def cards(pin: str | None) -> dict[str, str]:
-        found = {}
+        texts = {}
         for member in members:
             address = str(HubReference(repo, member.name, pin))
-            found[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
+            texts[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
         if not single:
-            found["README.md"] = set_card(members, str(HubReference(repo, "", pin)), license, title, FIGURE in files)
-        return found
+            texts["README.md"] = set_card(members, str(HubReference(repo, "", pin)), license, title, FIGURE in files)
+        return texts
 
     what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"
     return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
 
 
-def _member(folder: Path, place: str) -> Member:
-    """Load a layer strictly, so that nothing damaged is shared, and say what its card needs."""
+def _member(folder: Path, prefix: str) -> Member:
+    """Load a layer strictly, so that nothing damaged is shared, and return what its card needs.
+
+    Its evaluation is in its own folder or in the set's: the first that has results of this layer is taken.
+    """
     layer, provenance = load_strictly(folder)
-    beside = [Evaluation.read(f / "faithfulness.json") for f in (folder, folder.resolve().parent)]
-    name, called = place.rstrip("/"), layer_name(folder)
-    found = [Member(name, layer.config, provenance, e, called) for e in beside]
-    return next((member for member in found if member.result), found[0])
+    evaluations = [Evaluation.read(f / "faithfulness.json") for f in (folder, folder.resolve().parent)]
+    name, called = prefix.rstrip("/"), layer_name(folder)
+    members = [Member(name, layer.config, provenance, evaluation, called) for evaluation in evaluations]
+    return next((member for member in members if member.result), members[0])
 
 
-def _check_same_kind(repo: str, single: bool, there: Collection[str]) -> None:
-    """Refuse to lay a layer over a set, or a set over a layer: only the layer would be found."""
-    holds_layer = "config.json" in there
-    holds_set = any(path.count("/") == 1 and path.endswith("/config.json") for path in there)
+def _check_same_kind(repo: str, single: bool, paths: Collection[str]) -> None:
+    """Refuse to push a layer into a repository with a set, or a set into one with a layer: only the layer is found."""
+    holds_layer = "config.json" in paths
+    holds_set = any(path.count("/") == 1 and path.endswith("/config.json") for path in paths)
     if (single and holds_set and not holds_layer) or (not single and holds_layer):
         kind = "one layer" if holds_layer else "a set of layers"
         raise MxdError(f"{repo} holds {kind}, so this {'layer' if single else 'set'} needs a repository of its own.")
@@ -102,14 +105,14 @@ def pull(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
 ) -> list[Path]:
-    """Copy a layer, or a set whole or by pattern, from the Hub into a folder; each layer appears whole or not at all.
+    """Copy a layer, a set, or part of a set from the Hub into a folder; each layer is written atomically.
 
-    What is in the folder already is never changed: the same again is fine, anything else an error.
+    Existing files are never changed: identical ones are fine, others an error.
 
     Args:
         reference: ``org/name[/subfolder][@revision]``.
-        folder: where the layer goes, or the layers of a set; by default ``checkpoints/<name>``.
-        pattern: of a set only the folders whose names match.
+        folder: the folder of the layer, or the folder for the layers of a set; by default ``checkpoints/<name>``.
+        pattern: selects folders of a set by name.
         revision: as in ``load_layer``.
         token: as in ``load_layer``.
         cache_dir: as in ``load_layer``.
@@ -121,17 +124,17 @@ def pull(
     Raises:
         MxdError: as ``load_layer``; or the folder holds something else, or cannot be written.
     """
-    wanted = hub.reference_of(reference, revision)
-    if wanted is None:
+    parsed = hub.reference_of(reference, revision)
+    if parsed is None:
         raise MxdError(f"{reference!r} is not on the Hub; expected org/name[/subfolder][@revision].")
-    found = find_layers(reference, pattern, revision, token, cache_dir, local_files_only)
-    for source in found:
-        load_strictly(source)
-    target = Path(folder) if folder is not None else Path("checkpoints", wanted.name)
-    at = hub.cached_reference(found[0])
-    single = at is not None and at.subfolder == wanted.subfolder
-    copies = {target if single else target / layer.name: layer for layer in found}
-    beside = {} if single else {target / name: found[0].parent / name for name in SET_FILES}
+    layers = find_layers(reference, pattern, revision, token, cache_dir, local_files_only)
+    for layer in layers:
+        load_strictly(layer)
+    target = Path(folder) if folder is not None else Path("checkpoints", parsed.name)
+    cached = hub.cached_reference(layers[0])
+    single = cached is not None and cached.subfolder == parsed.subfolder
+    copies = {target if single else target / layer.name: layer for layer in layers}
+    beside = {} if single else {target / name: layers[0].parent / name for name in SET_FILES}
     beside = {copy: source for copy, source in beside.items() if source.is_file()}
     missing = {copy: source for copy, source in copies.items() if not _holds(copy, source)}
     for copy, source in beside.items():
@@ -151,18 +154,18 @@ def _layer_files(folder: Path) -> list[str]:
     return [name for name in LAYER_FILES if (folder / name).is_file()]
 
 
-def _holds(place: Path, source: Path) -> bool:
-    """Whether a folder holds this layer already.
+def _holds(folder: Path, source: Path) -> bool:
+    """Return whether a folder holds this layer already.
 
     Raises:
         MxdError: it holds something else.
     """
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if any(not (place / n).is_file() or not cmp(source / n, place / n, shallow=False) for n in _layer_files(source)):
-        raise _taken(place)
+    if any(not (folder / n).is_file() or not cmp(source / n, folder / n, shallow=False) for n in _layer_files(source)):
+        raise _taken(folder)
     return True
 
 
-def _taken(place: Path) -> MxdError:
-    return MxdError(f"{place} exists and holds something else; choose another folder, or move it away.")
+def _taken(path: Path) -> MxdError:
+    return MxdError(f"{path} exists and holds something else; choose another folder, or move it away.")

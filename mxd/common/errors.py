@@ -1,4 +1,4 @@
-"""The one error type that the command line prints without a traceback, and what must never stand in any text."""
+"""The error type that the command line prints without a traceback, and the removal of secrets from all text."""
 
 import os
 import re

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -170,16 +171,16 @@ class Processes:
         self._call(lambda: dist.all_gather_object(gathered, value, group=self.group))
         return gathered
 
-    def agree(self, given: Mapping[str, Any]) -> None:
+    def agree(self, settings: Mapping[str, Any]) -> None:
         """Refuse processes that were started with different settings.
 
         Args:
-            given: name -> plain data.
+            settings: name -> plain data.
 
         Raises:
             MxdError: in all of them, with the fields that differ and the ranks that have each value.
         """
-        if differences := list(_differences("", self.gather(dict(given)))):
+        if differences := list(_differences("", self.gather(dict(settings)))):
             raise SharedError(
                 f"the processes of this launch have different settings: {'; '.join(differences)}. Start all of them "
                 "with the same config, overrides and options."
@@ -248,11 +249,13 @@ class Processes:
             if failure is not None:
                 raise SharedError(failure[0]) from local
 
-    def exchange(self, rows: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
+    def exchange(
+        self, rows: Shaped[Tensor, "sent ..."], counts: Sequence[int], expected: Sequence[int]
+    ) -> Shaped[Tensor, "received ..."]:
         """Send rows to every process and return those received, in the order of ranks.
 
         Args:
-            rows: ``[sum(counts), width]``, those for rank 0 first.
+            rows: those for rank 0 first; ``sum(counts)`` of them.
             counts: rows for each rank.
             expected: rows from each rank.
         """

@@ -53,7 +53,7 @@ def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Ite
     """Show progress from ``done`` to ``total``; on a terminal as a bar, otherwise as about ten lines.
 
     Args:
-        title: what is going on.
+        title: the name of the work.
         total: the amount of work.
         unit: of the amounts.
         done: the amount that is done already; it does not count towards the rate.

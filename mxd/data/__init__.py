@@ -1,1 +1,1 @@
-"""Text, contexts of token ids, shuffled batches of activations, and a cache of them."""
+"""Text, contexts of token ids, shuffled batches of activations, and a cache of those."""

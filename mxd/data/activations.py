@@ -1,12 +1,12 @@
 """Contexts of token ids -> shuffled batches of activations, as one plain generator.
 
 The stream is cut into windows of ``buffer_tokens`` tokens. The base model runs over a window's contexts, the inputs
-and outputs of every wanted MLP are kept, and the window's tokens are permuted and handed out in batches. Nothing is
-carried from one window to the next but a position in the text, so a run resumes exactly by recomputing one window.
-(The paper refills a buffer when half empty, which mixes as many tokens but has a memory of its whole past.)
+and outputs of the chosen MLPs are kept, and the window's tokens are permuted and yielded in batches. Only a position in
+the text carries over from one window to the next, so a run resumes exactly by recomputing one window. (The paper
+refills a buffer when it is half empty, which mixes as many tokens, but its state depends on the whole past.)
 
-In a launch of many processes each runs the base model over its part of a window's contexts, and gets from the others
-the rows of the batches that it trains on. The batches are those of one process, whatever the number.
+In a launch of several processes each runs the base model over its part of a window's contexts, and receives from the
+others the rows of the batches that it trains on. The batches do not depend on the number of processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +29,13 @@ from mxd.model.frozen import FrozenModel
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place between two batches: a window that begins ``offset`` counted tokens into ``context``, a batch in it."""
+    """A position between batches: a window that begins ``offset`` counted tokens into ``context``, a batch in it."""
 
     context: int = 0
     offset: int = 0
     batch: int = 0
     text: str = ""
-    """Hash of the token ids that the batches before are of; "" where it is not known, and at the beginning."""
+    """Hash of the token ids up to here; "" where it is not known, and at the beginning."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Batch:
     """One batch of shuffled token activations."""
 
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
-    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
+    """Block -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
     ids: Int[Tensor, " tokens"]
     """The token ids."""
     means: dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]
-    """Layer -> (mean MLP input, mean MLP output) over the whole window this batch is from."""
+    """Block -> (mean MLP input, mean MLP output) over the whole window this batch is from."""
     cursor: Cursor
     """Where the next batch is."""
 
@@ -56,36 +56,37 @@ class Batch:
 class _Window:
     rows: Int[np.ndarray, "contexts context"]
     counted: list[Int[np.ndarray, " _"]]
+    """The positions of each context that belong to the window."""
     next: Cursor
     """Where the next window begins."""
 
     @property
     def end(self) -> int:
-        """How many contexts of the text it and the windows before are of."""
+        """The number of contexts read from the text up to the end of this window."""
         return _contexts(self.next)
 
     @property
     def tokens(self) -> int:
-        """Positions that count."""
+        """The number of its tokens."""
         return sum(map(len, self.counted))
 
     def part(self, processes: Processes) -> "_Window":
         """Return the contexts that this process runs the base model over."""
-        own = slice(*(len(self.rows) * r // processes.world for r in (processes.rank, processes.rank + 1)))
-        if own.start == own.stop:  # fewer contexts than processes: one is run for the widths, and nothing kept of it
+        part = slice(*(len(self.rows) * r // processes.world for r in (processes.rank, processes.rank + 1)))
+        if part.start == part.stop:  # fewer contexts than processes: run one to learn the widths, and keep nothing
             return _Window(self.rows[:1], [self.counted[0][:0]], self.next)
-        return _Window(self.rows[own], self.counted[own], self.next)
+        return _Window(self.rows[part], self.counted[part], self.next)
 
 
 Counts = Callable[[Int[np.ndarray, " context"]], Bool[np.ndarray, " context"]]
 """Which positions of a context count."""
 
-Mine = Callable[[Cursor, int], bool]
-"""``mine(start, batches)``: whether a window is wanted."""
+WindowFilter = Callable[[Cursor, int], bool]
+"""``accept(start, batches)``: whether the base model runs over a window, given its start and number of batches."""
 
 
 def buffer_bytes(widths: Sequence[tuple[int, int]], buffer_tokens: int) -> int:
-    """Return the memory of one window of float32 activations, for sites of the given (d_in, d_out)."""
+    """Return the bytes of one window of float32 activations, for sites of the given (d_in, d_out)."""
     return buffer_tokens * 4 * sum(d_in + d_out for d_in, d_out in widths)
 
 
@@ -102,7 +103,7 @@ def activation_batches(
     start: Cursor | None = None,
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
-    mine: Mine | None = None,
+    accept: WindowFilter | None = None,
     digest: Callable[[int], str] = lambda count: "",
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
@@ -114,37 +115,37 @@ def activation_batches(
         batch_tokens: tokens in a batch.
         buffer_tokens: tokens in a window, rounded down to whole batches; memory is ``buffer_bytes``.
         excluded_ids: positions that hold one of these tokens are left out.
-        bos_id: left out where it stands at position 0.
-        seed: orders the tokens of a window.
-        forward_contexts: contexts the base model runs over at a time.
+        bos_id: left out at position 0.
+        seed: determines the order of a window's tokens.
+        forward_contexts: contexts that the base model runs over at a time.
         start: where to begin.
         processes: those that run this stream together, with the same arguments.
-        shares: what each of them takes of every batch; by default everything. ``batch_tokens`` is a multiple of
-            every share's ``parts``.
-        mine: asked for every window in turn, with its place and its number of batches: those it declines are not run.
-        digest: returns the hash of the first so many contexts' token ids, once they have been read.
+        shares: the part of every batch that each of them takes; by default everything. ``batch_tokens`` is a multiple
+            of every share's ``parts``.
+        accept: called for every window in turn; windows for which it returns False are skipped.
+        digest: returns the hash of the token ids of the first n contexts, once they have been read.
 
     Raises:
-        MxdError: an activation is not finite, a target has norm zero, the mask leaves nothing, or what was read up to
-            ``start`` is another text now.
+        MxdError: an activation is not finite, a target has norm zero, all tokens are excluded, or the text up to
+            ``start`` has changed.
     """
     cursor = start or Cursor()
     per_window = max(1, buffer_tokens // batch_tokens)
     source = contexts(cursor.context)
     counts = partial(counted_positions, excluded=excluded_ids, bos_id=bos_id)
-    held: np.ndarray | None = None
+    split: np.ndarray | None = None
     shares = shares or [RankPart(tuple(blocks))] * processes.world
-    own = shares[processes.rank]
+    share = shares[processes.rank]
     text = cursor.text
     while True:
         with processes.together():
-            window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
-            if text:
+            window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
+            if text:  # a cursor within a window has the hash of the window's end, one between two that of its start
                 check_text(text, digest(_contexts(cursor) if cursor.batch == 0 or window is None else window.end))
                 text = ""
-            while window is not None and mine is not None and not mine(cursor, window.tokens // batch_tokens):
+            while window is not None and accept is not None and not accept(cursor, window.tokens // batch_tokens):
                 cursor = replace(window.next, text=digest(window.end))
-                window, held = _plan(source, held, cursor, per_window * batch_tokens, counts)
+                window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
             filled = _fill(model, blocks, window.part(processes), forward_contexts) if window is not None else None
         if window is None or filled is None:
             return
@@ -155,46 +156,57 @@ def activation_batches(
             for block, (x, y) in filled.sites.items()
         }
         order = _batch_order([seed, cursor.context, cursor.offset], total, batch_tokens)
-        whole, order = len(order), order.to(model.device)
+        batches, order = len(order), order.to(model.device)
         if processes.world > 1:
             filled, order = exchange_rows(filled, order, shares, processes)
-        for b in range(cursor.batch, whole):
+        for b in range(cursor.batch, batches):
             rows = order[b]
             here = replace(cursor, batch=b + 1, text=following.text)
             yield Batch(
-                sites={block: (filled.sites[block][0][rows], filled.sites[block][1][rows]) for block in own.blocks},
+                sites={block: (filled.sites[block][0][rows], filled.sites[block][1][rows]) for block in share.blocks},
                 ids=filled.ids[rows],
-                means={block: means[block] for block in own.blocks},
-                cursor=here if b + 1 < whole else following,
+                means={block: means[block] for block in share.blocks},
+                cursor=here if b + 1 < batches else following,
             )
-        if whole < per_window:
+        if batches < per_window:  # the text has ended
             return
         cursor = following
-        del filled, order  # before the next window is filled: one is the largest part of a run's memory
+        del filled, order  # free this window before the next is filled: it is the largest part of a run's memory
 
 
 def _batch_order(seed: list[int], tokens: int, batch_tokens: int) -> Int[Tensor, "batches batch_tokens"]:
-    """Return which of a window's tokens are in each of its batches; what does not fill a last batch is left out."""
+    """Return which of a window's tokens are in each of its batches; tokens that fill no whole batch are left out."""
     generator = torch.Generator().manual_seed(int(np.random.default_rng(seed).integers(2**62)))
     batches = tokens // batch_tokens
     return torch.randperm(tokens, generator=generator)[: batches * batch_tokens].view(batches, batch_tokens)
 
 
-def _contexts(place: Cursor) -> int:
-    """Return how many contexts are read before a window that begins there."""
-    return place.context + bool(place.offset)
+def _contexts(cursor: Cursor) -> int:
+    """Return how many contexts have been read before a window that begins there, a context cut in two included."""
+    return cursor.context + bool(cursor.offset)
 
 
 def _plan(
-    source: Iterator[np.ndarray], held: np.ndarray | None, start: Cursor, tokens: int, counts: Counts
+    source: Iterator[np.ndarray], split: np.ndarray | None, start: Cursor, tokens: int, counts: Counts
 ) -> tuple[_Window | None, np.ndarray | None]:
-    """Take contexts until ``tokens`` positions count; the context cut in two is handed back for the next window."""
+    """Take contexts until ``tokens`` positions count.
+
+    Args:
+        source: the contexts after ``split``.
+        split: a context whose first ``start.offset`` counted positions belong to the window before.
+        start: where the window begins.
+        tokens: the counted positions of a whole window.
+        counts: tells which positions of a context count.
+
+    Returns:
+        The window, shorter where the text ends, ``None`` where it has ended; and a context that is split again.
+    """
     rows, counted = [], []
     context, offset, missing = start.context, start.offset, tokens
     useless = 0
     while missing:
-        row = held if held is not None else next(source, None)
-        held = None
+        row = split if split is not None else next(source, None)
+        split = None
         if row is None:
             break
         positions = np.flatnonzero(counts(row))[offset:]
@@ -208,13 +220,13 @@ def _plan(
         rows.append(row)
         counted.append(taken)
         missing -= len(taken)
-        if len(taken) < len(positions):
-            held, offset = row, offset + len(taken)
+        if len(taken) < len(positions):  # only part of it fits
+            split, offset = row, offset + len(taken)
         else:
             context, offset = context + 1, 0
     if not rows:
         return None, None
-    return _Window(np.stack(rows), counted, Cursor(context, offset)), held
+    return _Window(np.stack(rows), counted, Cursor(context, offset)), split
 
 
 def _fill(model: FrozenModel, blocks: Sequence[int], window: _Window, forward_contexts: int) -> WindowActivations:

@@ -1,11 +1,10 @@
 """Activations on disk: a live stream's batches, written by any number of workers for any number of runs to read.
 
-A shard holds up to 16 batches of one window, so that a worker needs nothing of another; its number says which. What is
-in the files is told in `shards.py`. Read in order, a float32 cache equals the live stream bit for bit; read mixed, it
-serves any seed and batch size: `reading.py`.
+A shard holds up to 16 batches of one window, so that workers are independent; its number says which batches.
+`shards.py` describes the files. Read in order, a float32 cache equals the live stream bit for bit; read mixed, it
+serves any seed and batch size (`reading.py`).
 """
 
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.common.errors import MxdError
+from mxd.common.hardware import free_disk
 from mxd.common.progress import progress
-from mxd.data.activations import Batch, Cursor, Mine
+from mxd.data.activations import Batch, Cursor, WindowFilter
 from mxd.data.shards import (
     FORMAT,
     Shard,
@@ -41,15 +41,21 @@ from mxd.data.store import Location, Store, open_store, sha256
 from mxd.model.loading import DTYPES
 
 SHARD_BATCHES = 16
-"""Batches in a shard, at most."""
+"""The most batches in a shard."""
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-Stream = Callable[[Cursor, Mine], Iterator[Batch]]
-"""``stream(start, mine)`` yields live batches from a window on, of the windows that are ``mine``."""
+Stream = Callable[[Cursor, WindowFilter], Iterator[Batch]]
+"""``stream(start, accept)`` yields live batches from the window at ``start`` on, of the windows that it accepts."""
 
 
 def cache_bytes(widths: Sequence[tuple[int, int]], tokens: int, dtype: Dtype = "float32") -> int:
-    """Return the size on disk of ``tokens`` tokens at sites of the given (d_in, d_out)."""
+    """Return the size of a cache in bytes.
+
+    Args:
+        widths: (d_in, d_out) of each site.
+        tokens: tokens in the cache.
+        dtype: the dtype of the activations; a token id takes 8 bytes.
+    """
     return tokens * (8 + DTYPES[dtype].itemsize * sum(d_in + d_out for d_in, d_out in widths))
 
 
@@ -58,52 +64,52 @@ def claim_cache(location: Location, identity: Mapping[str, Any], size: int, dtyp
 
     Args:
         location: the cache's folder.
-        identity: what the activations are of, ``batch_tokens`` and ``buffer_tokens`` among it; a cache that holds any
-            must be of the same.
-        size: its size in bytes when it is done.
-        dtype: what activations are rounded to.
+        identity: the settings that the activations depend on, among them ``batch_tokens`` and ``buffer_tokens``; a
+            cache that has shards already must have the same.
+        size: its size in bytes when it is complete.
+        dtype: the dtype that activations are rounded to.
 
     Raises:
         MxdError: the folder holds something else, or the disk has no room for the rest.
     """
     store = open_store(location)
-    own = {"format": FORMAT, "dtype": dtype, "shard_batches": SHARD_BATCHES, **identity}
+    written = {"format": FORMAT, "dtype": dtype, "shard_batches": SHARD_BATCHES, **identity}
     names = store.names()
-    held = identity_of(store) if "cache.json" in names else None
-    if held is None and (names or (store.remote is None and Path(store.root).is_file())):
+    existing = identity_of(store) if "cache.json" in names else None
+    if existing is None and (names or (store.remote is None and Path(store.root).is_file())):
         raise MxdError(f"{store.name} exists and is not an activation cache; choose another folder.")
-    if held is not None and shard_numbers(names):
-        check_identity(store, held, own)
-        if held["fingerprints"].keys() != identity["fingerprints"].keys():
+    if existing is not None and shard_numbers(names):
+        check_identity(store, existing, written)
+        if existing["fingerprints"].keys() != identity["fingerprints"].keys():
             raise MxdError(
-                f"the activation cache {store.name} has blocks {', '.join(held['fingerprints'])}, asked for "
-                f"{', '.join(identity['fingerprints'])}; it goes on with the same blocks, or choose another folder."
+                f"the activation cache {store.name} has blocks {', '.join(existing['fingerprints'])}, asked for "
+                f"{', '.join(identity['fingerprints'])}; continue it with the same blocks, or choose another folder."
             )
-        own = held
+        written = existing
     if store.remote is None:
         _check_room(Path(store.root), size)
         try:
             Path(store.root).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MxdError(f"cannot write to {store.name}: {error.strerror}; choose another folder.") from error
-    if held != own:
-        store.write("cache.json", encoded(own))
+    if existing != written:
+        store.write("cache.json", encoded(written))
 
 
 def write_cache(location: Location, stream: Stream, tokens: int, worker: tuple[int, int] = (0, 1)) -> None:
-    """Write the shards that a cache of ``tokens`` tokens lacks, or holds damaged.
+    """Write the shards of a cache of ``tokens`` tokens that are missing or damaged.
 
-    Workers divide the windows and need not know of each other: one that writes what another has written does no harm.
+    Workers divide the windows and need not know of each other: to write a shard twice does no harm.
 
     Args:
         location: a folder that ``claim_cache`` has claimed.
         stream: the live batches.
-        tokens: tokens the cache is to hold, in whole batches.
-        worker: ``(r, w)``: only windows r, r + w, r + 2 w ... are looked at.
+        tokens: tokens that the cache is to hold, in whole batches.
+        worker: ``(r, w)``: only windows r, r + w, r + 2 w ... are written.
 
     Raises:
-        MxdError: the disk is full, the text ends before or is another than that of the shards that are there, a value
-            is too large for the dtype, or the cache became one of something else meanwhile.
+        MxdError: the disk is full, the text ends too early or differs from that of the existing shards, a value is too
+            large for the dtype, or another process has begun another cache in the folder meanwhile.
     """
     _write_missing(location, stream, tokens, worker)
     store = open_store(location)
@@ -114,29 +120,30 @@ def write_cache(location: Location, stream: Stream, tokens: int, worker: tuple[i
 
 def _write_missing(location: Location, stream: Stream, tokens: int, worker: tuple[int, int]) -> None:
     store = open_store(location)
-    held = identity_of(store)
-    layout = _Layout(held["batch_tokens"], max(1, held["buffer_tokens"] // held["batch_tokens"]))
+    identity = identity_of(store)
+    layout = _Layout(identity["batch_tokens"], max(1, identity["buffer_tokens"] // identity["batch_tokens"]))
     number, workers = worker
-    own = {n: b for n, b in layout.needed(tokens).items() if n // layout.parts % workers == number}
-    there = [shard for _, shard in described_shards(store, held) if isinstance(shard, Shard)]
-    whole = _whole(store, there, own)
-    missing = {n: b for n, b in own.items() if n not in whole}
+    needed = {n: b for n, b in layout.needed(tokens).items() if n // layout.parts % workers == number}
+    existing = [shard for _, shard in described_shards(store, identity) if isinstance(shard, Shard)]
+    intact = _intact(store, existing, needed)
+    missing = {n: b for n, b in needed.items() if n not in intact}
     if not missing:
         return
-    last = max((shard.number for shard in there), default=-1)
-    windows = _Windows(layout, missing, *_begin(there, layout, min(missing) // layout.parts))
+    last = max((shard.number for shard in existing), default=-1)
+    windows = _Windows(layout, missing, *_begin(existing, layout, min(missing) // layout.parts))
     batches = stream(windows.start, windows)
-    total = sum(own.values()) * layout.batch_tokens
+    total = sum(needed.values()) * layout.batch_tokens
     todo = sum(missing.values()) * layout.batch_tokens
     with progress(f"caching to {store.name}", total, done=total - todo) as advance:
         for n, start, shard in windows.shards(batches):
             if n not in missing:
                 continue
-            if identity_of(store) != held:
+            if identity_of(store) != identity:
                 raise MxdError(f"another process has begun another cache in {store.name}; choose another folder.")
             asked = missing.pop(n)
-            _check_meets(store, held, n, start, shard[-1].cursor)
-            _write_shard(store, held, n, start, shard if n < last else shard[:asked])
+            _check_meets(store, identity, n, start, shard[-1].cursor)
+            # A shard that others follow is written whole, the last one only as far as was asked for.
+            _write_shard(store, identity, n, start, shard if n < last else shard[:asked])
             advance(min(len(shard), asked) * layout.batch_tokens)
             if len(shard) < asked:
                 break
@@ -149,7 +156,7 @@ def _write_missing(location: Location, stream: Stream, tokens: int, worker: tupl
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which batches are in which shard: part p of window w is number w * parts + p."""
+    """Which batches are in which shard: part p of window w is shard w * parts + p."""
 
     batch_tokens: int
     per_window: int
@@ -161,28 +168,28 @@ class _Layout:
         return -(-self.per_window // SHARD_BATCHES)
 
     def numbers(self, window: int, batches: int) -> range:
-        """Return the shards of a window of so many batches."""
+        """Return the numbers of a window's shards, which hold its ``batches`` batches."""
         return range(window * self.parts, window * self.parts - (-batches // SHARD_BATCHES))
 
     def needed(self, tokens: int) -> dict[int, int]:
-        """Return shard -> its batches, for a cache of so many tokens."""
-        found, batches = {}, -(-tokens // self.batch_tokens)
+        """Return shard -> its number of batches, for a cache of ``tokens`` tokens."""
+        sizes, batches = {}, -(-tokens // self.batch_tokens)
         for window in range(-(-batches // self.per_window)):
             here = min(self.per_window, batches - window * self.per_window)
             for part, n in enumerate(self.numbers(window, here)):
-                found[n] = min(SHARD_BATCHES, here - part * SHARD_BATCHES)
-        return found
+                sizes[n] = min(SHARD_BATCHES, here - part * SHARD_BATCHES)
+        return sizes
 
 
 class _Windows:
-    """Accepts the windows that a missing shard is of, as the stream comes to them, and remembers them."""
+    """Accepts the windows that have missing shards, as the stream reaches them, and remembers where they begin."""
 
     def __init__(self, layout: _Layout, missing: Mapping[int, int], window: int, start: Cursor, tokens: int) -> None:
         self.layout, self.missing, self.window, self.start = layout, missing, window, start
         self.tokens = tokens
-        """Tokens of the text up to here."""
+        """Tokens of the text up to the current window."""
         self.accepted: deque[tuple[int, Cursor, int]] = deque()
-        """(window, where it begins, its batches)."""
+        """(window, where it begins, number of batches)."""
 
     def __call__(self, start: Cursor, batches: int) -> bool:
         accepted = any(n in self.missing for n in self.layout.numbers(self.window, batches))
@@ -195,33 +202,35 @@ class _Windows:
     def shards(self, batches: Iterator[Batch]) -> Iterator[tuple[int, Cursor, list[Batch]]]:
         """Cut the batches of the accepted windows into shards: (number, where it begins, its batches)."""
         for first in batches:
-            window, start, held = self.accepted.popleft()
-            rest = chain([first], islice(batches, held - 1))
-            for n in self.layout.numbers(window, held):
+            window, start, length = self.accepted.popleft()
+            rest = chain([first], islice(batches, length - 1))
+            for n in self.layout.numbers(window, length):
                 shard = list(islice(rest, SHARD_BATCHES))
                 yield n, start, shard
                 start = shard[-1].cursor
 
 
-def _write_shard(store: Store, held: Mapping[str, Any], number: int, start: Cursor, batches: Sequence[Batch]) -> None:
+def _write_shard(
+    store: Store, identity: Mapping[str, Any], number: int, start: Cursor, batches: Sequence[Batch]
+) -> None:
     ids = torch.cat([batch.ids for batch in batches])
     tensors = {"ids": ids}
     for block in batches[0].sites:
         for i, name in enumerate(("x", "y")):
             values = torch.cat([batch.sites[block][i] for batch in batches])
-            tensors[f"{block}.{name}"] = _rounded(values, held["dtype"], f"block {block}: {name}", ids)
+            tensors[f"{block}.{name}"] = _rounded(values, identity["dtype"], f"block {block}: {name}", ids)
             tensors[f"{block}.{name}_mean"] = batches[0].means[block][i]
     with store.new_file(data_name(number)) as file:
         save_file(tensors, file)
         size, digest = file.stat().st_size, sha256(file)
     shard = Shard(number, len(ids), start, tuple(batch.cursor for batch in batches), size, digest)
-    said = asdict(shard)
-    store.write(description_name(number), encoded({**said, "seal": seal_of(held, said)}))
+    description = asdict(shard)
+    store.write(description_name(number), encoded({**description, "seal": seal_of(identity, description)}))
 
 
-def _check_meets(store: Store, held: Mapping[str, Any], number: int, start: Cursor, end: Cursor) -> None:
+def _check_meets(store: Store, identity: Mapping[str, Any], number: int, start: Cursor, end: Cursor) -> None:
     """Refuse a shard that does not begin where the one before it ends, or end where the one after it begins."""
-    before, after = (describe_shard(store, held, n) for n in (number - 1, number + 1))
+    before, after = (describe_shard(store, identity, n) for n in (number - 1, number + 1))
     if isinstance(before, Shard) and _complete(before) and before.ends[-1] != start:
         raise _apart(store, number - 1, before.ends[-1], start)
     if isinstance(after, Shard) and after.start != end:
@@ -229,19 +238,21 @@ def _check_meets(store: Store, held: Mapping[str, Any], number: int, start: Curs
 
 
 def _complete(shard: Shard) -> bool:
-    """Whether it holds all that belongs into it, and not only what was asked for then."""
+    """Return whether a shard holds all its batches, and not only those that were asked for when it was written."""
     return len(shard.ends) == SHARD_BATCHES or shard.ends[-1].batch == 0
 
 
 def _apart(store: Store, number: int, end: Cursor, start: Cursor) -> MxdError:
     return MxdError(
-        f"{shard_name(store, number)} ends at {end} and {shard_name(store, number + 1)} begins at {start}: the text is "
-        "another than when one of them was written. Put it back, or write a cache anew in another folder."
+        f"{shard_name(store, number)} ends at {end} and {shard_name(store, number + 1)} begins at {start}: the text "
+        "has changed since one of them was written. Put it back, or write a new cache in another folder."
     )
 
 
-def _rounded(values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: Int[Tensor, " tokens"]) -> Tensor:
-    """Round activations to what they are stored as."""
+def _rounded(
+    values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: Int[Tensor, " tokens"]
+) -> Float[Tensor, "tokens d"]:
+    """Round activations to the dtype they are stored in; refuse overflow, and rows that would all become zero."""
     stored = values.to(DTYPES[dtype])
     wrong = stored.isinf() | ((stored == 0).all(-1, keepdim=True) & (values != 0))
     if wrong.any():
@@ -255,41 +266,44 @@ def _rounded(values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: In
 
 
 def _check_room(folder: Path, size: int) -> None:
-    there = sum(file.stat().st_size for file in folder.glob("shard-*.safetensors"))
-    existing_parent = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    free = shutil.disk_usage(existing_parent).free
-    if size - there > free:
+    written = sum(file.stat().st_size for file in folder.glob("shard-*.safetensors"))
+    free = free_disk(folder)
+    if size - written > free:
         raise MxdError(
-            f"the cache needs {(size - there) / 2**30:.1f} GiB more and {free / 2**30:.1f} GiB are free at {folder}; "
+            f"the cache needs {(size - written) / 2**30:.1f} GiB more and {free / 2**30:.1f} GiB are free at {folder}; "
             "lower training.tokens, cache fewer blocks, cache as bfloat16, or choose another disk."
         )
 
 
-def _whole(store: Store, there: Sequence[Shard], asked: Mapping[int, int]) -> set[int]:
-    """Return which of the shards asked for are there with all their batches, undamaged."""
-    found = set()
-    own = [shard for shard in there if shard.number in asked and len(shard.ends) >= asked[shard.number]]
-    with progress(f"verifying {store.name}", sum(shard.tokens for shard in own)) as advance:
-        for shard in own:
+def _intact(store: Store, existing: Sequence[Shard], needed: Mapping[int, int]) -> set[int]:
+    """Return which of the needed shards exist with all their batches, undamaged."""
+    intact = set()
+    candidates = [shard for shard in existing if shard.number in needed and len(shard.ends) >= needed[shard.number]]
+    with progress(f"verifying {store.name}", sum(shard.tokens for shard in candidates)) as advance:
+        for shard in candidates:
             try:
                 with store.local(data_name(shard.number)) as path:
                     check_data(path, shard)
-                found.add(shard.number)
+                intact.add(shard.number)
             except (MxdError, OSError):
                 pass
             advance(shard.tokens)
-    return found
+    return intact
 
 
-def _begin(there: Sequence[Shard], layout: _Layout, window: int) -> tuple[int, Cursor, int]:
-    """Return the last window up to a given one whose place is known, that place, and the tokens before it."""
+def _begin(existing: Sequence[Shard], layout: _Layout, window: int) -> tuple[int, Cursor, int]:
+    """Return the last window up to a given one whose start is known, that start, and the number of tokens before it.
+
+    The text must be read from there on. A window's start is known from its own first shard, or from the last shard of
+    the window before, which ends at batch 0 of the next.
+    """
     known = {0: (Cursor(), 0)}
-    for shard in there:
-        own, part = divmod(shard.number, layout.parts)
-        before = own * layout.per_window * layout.batch_tokens
+    for shard in existing:
+        current, part = divmod(shard.number, layout.parts)
+        before = current * layout.per_window * layout.batch_tokens
         if part == 0:
-            known[own] = (shard.start, before)
+            known[current] = (shard.start, before)
         if shard.ends[-1].batch == 0:
-            known[own + 1] = (shard.ends[-1], before + part * SHARD_BATCHES * layout.batch_tokens + shard.tokens)
+            known[current + 1] = (shard.ends[-1], before + part * SHARD_BATCHES * layout.batch_tokens + shard.tokens)
     last = max(n for n in known if n <= window)
     return last, *known[last]

@@ -1,31 +1,45 @@
-"""What no stream of activations may hold: another text than before, numbers that no block can be trained on."""
+"""Checks of a stream of activations: the text is still the same, and a layer can be trained on the numbers."""
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
 from mxd.model.frozen import FrozenModel
 
 MOST_USELESS = 1000
-"""Contexts in a row that may hold nothing but excluded tokens."""
+"""The most contexts in a row that may hold nothing but excluded tokens."""
 
 
 def check_text(before: str, now: str) -> None:
-    """Compare the hashes of the token ids that a stream was read from, and is read from now.
+    """Compare the hashes of a stream's token ids, before and now.
 
     Raises:
         MxdError: they differ.
     """
     if now != before:
         raise MxdError(
-            f"the text, or its tokenizer, is not what it was: its token ids had the hash {before} and have "
-            f"{now or 'none, for it ends before'}. A text that is added to or sorted is another one, too: put it back, "
-            "or begin anew under another name."
+            f"the text or its tokenizer has changed: its token ids had the hash {before} and now have "
+            f"{now or 'none, since it ends before'}. To add to a text, or to sort it, changes it, too: put it back, or "
+            "start anew under another name."
         )
 
 
-def check_activations(block: int, x: Tensor, y: Tensor, ids: Tensor, model: FrozenModel) -> None:
-    """Refuse what would poison every later step: a NaN, an infinity, a target whose norm is zero.
+def check_activations(
+    block: int,
+    x: Float[Tensor, "tokens d_in"],
+    y: Float[Tensor, "tokens d_out"],
+    ids: Int[Tensor, " tokens"],
+    model: FrozenModel,
+) -> None:
+    """Refuse numbers that would spoil every later step: a NaN, an infinity, a target whose norm is zero.
+
+    Args:
+        block: the block that they are from.
+        x: inputs of its MLP.
+        y: outputs of its MLP.
+        ids: token ids.
+        model: the base model, whose tokenizer spells the token in the message.
 
     Raises:
         MxdError: one of these; it names the first such token.

@@ -1,8 +1,8 @@
 """Documents -> contexts of token ids: packed to one length, BOS first where the model has one.
 
 A list of documents is tokenised once, in an order drawn from the seed, into a file that is memory-mapped here and by
-every later run, and is read in a new order every epoch. What is streamed is tokenised as it comes; resuming then
-re-reads (but does not re-run the model on) what went before.
+every later run, and is read in a new order every epoch. A stream is tokenised as it comes; a resumed run reads its
+beginning again, without running the model on it.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file
 
 Contexts = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
-"""``contexts(n)`` yields the contexts of a stream from number n on."""
+"""``contexts(n)`` yields the contexts of a text from number n on."""
 
 SEAL_BYTES = 32
-"""At the end of a file of token ids: SHA-256 of its name and of the ids' own SHA-256."""
+"""Bytes at the end of a file of token ids: SHA-256 of its name and of the ids' SHA-256."""
 
 
 def special_ids(tokenizer: Any) -> list[int]:
@@ -38,7 +38,7 @@ def counted_positions(
 
     Args:
         ids: token ids of whole contexts.
-        excluded: tokens that count nowhere.
+        excluded: tokens that never count.
         bos_id: a token that does not count at position 0.
     """
     counts = ~np.isin(ids, list(excluded))
@@ -48,7 +48,7 @@ def counted_positions(
 
 
 def head_ids(tokenizer: Any, bos: bool = True) -> list[int]:
-    """Return what a prompt begins with: BOS where the tokenizer has one and ``bos`` is set.
+    """Return the token ids that a prompt begins with: BOS where the tokenizer has one and ``bos`` is set.
 
     Raises:
         MxdError: the model has no tokenizer.
@@ -74,17 +74,17 @@ def token_contexts(
     one and ``bos`` is set. The last incomplete context is dropped.
 
     Args:
-        texts: documents; a list is tokenised at once, any other iterable lazily and once, in its own order.
+        texts: documents; a list is tokenised at once, any other iterable lazily, once and in its own order.
         tokenizer: a Hugging Face tokenizer.
         context: tokens in a context.
         bos: begin each context with BOS.
-        seed: orders documents, and contexts within every epoch.
-        repeat: begin a new epoch, in a new order, when a list is at its end.
+        seed: determines the order of documents, and of contexts within every epoch.
+        repeat: begin a new epoch, in a new order, at the end of a list.
         shuffle: whether a list is reordered at all.
-        vocabulary: how many token ids the model knows; by default no id is too large.
+        vocabulary: the number of token ids that the model knows; by default no id is too large.
 
     Raises:
-        MxdError: the texts hold not even one context, or the tokenizer gives ids that the model does not know.
+        MxdError: the texts are shorter than one context, or the tokenizer gives ids that the model does not know.
     """
     first = tokenizer.bos_token_id if bos else None
     if not isinstance(texts, list):
@@ -96,7 +96,7 @@ def token_contexts(
 
 @dataclass(frozen=True)
 class Finite:
-    """The contexts of a list of texts, epoch after epoch, and a hash by which the same text is known again."""
+    """The contexts of a list of texts, epoch after epoch, and a hash that identifies them."""
 
     rows: Int[np.ndarray, "contexts context"]
     sha256: bytes
@@ -128,7 +128,7 @@ class Streamed:
     pack: Callable[[], Iterator[Int[np.ndarray, " context"]]]
     vocabulary: int | None
     digests: dict[int, str] = field(default_factory=dict)
-    """Number of contexts -> hash of so many, for those read lately."""
+    """n -> hash of the first n contexts, for values of n that were reached lately."""
 
     def __call__(self, start: int) -> Iterator[Int[np.ndarray, " context"]]:
         """Yield the contexts from number ``start`` on."""
@@ -143,9 +143,9 @@ class Streamed:
                 yield row
 
     def digest(self, contexts: int) -> str:
-        """Return the hash of the token ids of the first so many contexts; "" before they have been read.
+        """Return the hash of the first ``contexts`` contexts' token ids; "" before they have been read.
 
-        It is forgotten when that of more contexts is asked for.
+        Hashes of fewer contexts are forgotten.
         """
         for number in list(self.digests):  # another thread may be reading ahead
             if number < contexts:
@@ -154,36 +154,36 @@ class Streamed:
 
 
 def token_folder() -> Path:
-    """Return where tokenised text is kept: ``$MXD_CACHE``, or ``~/.cache/mxd``. It can be deleted at any time."""
+    """Return the folder of tokenised text: ``$MXD_CACHE``, or ``~/.cache/mxd``. It can be deleted at any time."""
     return Path(os.environ.get("MXD_CACHE") or Path.home() / ".cache" / "mxd").expanduser()
 
 
 def _packed_once(
     texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
 ) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
-    """Return the packed contexts and their SHA-256, memory-mapped from a file named by all they depend on.
+    """Return the packed contexts and their SHA-256, memory-mapped from a file named by a hash of all they depend on.
 
-    The file is written where it is not there, or not what was written, as the seal at its end says.
+    The file is written if it is missing, or if the seal at its end shows that it is damaged.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python, which has nothing to name the file by
         return _hashed(_packed(texts, tokenizer, context, first, vocabulary))
-    split = getattr(tokenizer, "split_special_tokens", False)  # the one setting that the backend does not spell out
+    split = getattr(tokenizer, "split_special_tokens", False)  # the only setting that the backend's JSON lacks
     digest = hashlib.sha256(f"{context} {first} {tokenizer.eos_token_id} {split} {backend.to_str()}".encode())
     for text in texts:
         raw = text.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "big") + raw)
     try:
         file = token_folder() / f"tokens-{digest.hexdigest()[:32]}.int32"
-        kept = _kept(file, context, vocabulary)
-    except (OSError, RuntimeError):  # no right to read there, or no home: the run goes on from memory
+        stored = _read(file, context, vocabulary)
+    except (OSError, RuntimeError):  # no permission to read, or no home folder: use memory instead
         return _hashed(_packed(texts, tokenizer, context, first, vocabulary))
-    if kept is not None:
-        return kept
+    if stored is not None:
+        return stored
     packed = _packed(texts, tokenizer, context, first, vocabulary)
     try:
         return _write(packed, file)
-    except (OSError, MxdError):  # nowhere to write: the run goes on from memory
+    except (OSError, MxdError):  # cannot write: use memory instead
         return _hashed(packed)
 
 
@@ -191,8 +191,8 @@ def _hashed(rows: Int[np.ndarray, "contexts context"]) -> tuple[Int[np.ndarray, 
     return rows, hashlib.sha256(rows.data).digest()
 
 
-def _kept(file: Path, context: int, vocabulary: int | None) -> tuple[Int[np.ndarray, "contexts context"], bytes] | None:
-    """Return the contexts in a file and their SHA-256; ``None`` where there is no file, or not what was written."""
+def _read(file: Path, context: int, vocabulary: int | None) -> tuple[Int[np.ndarray, "contexts context"], bytes] | None:
+    """Return the contexts in a file and their SHA-256; ``None`` where the file is missing or damaged."""
     size = file.stat().st_size - SEAL_BYTES if file.is_file() else 0
     if size <= 0 or size % (4 * context):
         return None
@@ -209,14 +209,14 @@ def _seal(file: Path, digest: bytes) -> bytes:
 
 
 def _known(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> bool:
-    """Whether all are ids of a vocabulary of that size."""
+    """Return whether all ids belong to a vocabulary of that size."""
     return int(ids.min()) >= 0 and (vocabulary is None or int(ids.max()) < vocabulary)
 
 
 def _check_ids(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> None:
     if not _known(ids, vocabulary):
         raise MxdError(
-            f"the tokenizer makes of the text ids from {ids.min()} to {ids.max()}, and the model knows 0 ... "
+            f"the tokenizer gives ids from {ids.min()} to {ids.max()}, and the model knows 0 ... "
             f"{(vocabulary or 0) - 1}; give the model with the tokenizer that it was trained with."
         )
 
@@ -224,7 +224,7 @@ def _check_ids(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> None:
 def _write(
     packed: Int[np.ndarray, "contexts context"], file: Path
 ) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
-    """Write a file that appears whole or not at all, and return what ``_kept`` would."""
+    """Write a file atomically, and return what ``_read`` would."""
     digest = hashlib.sha256(packed.data).digest()
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as partial, partial.open("wb") as handle:
@@ -245,7 +245,10 @@ def _packed(
     return packed
 
 
-def _pack(texts: Iterable[str], tokenizer: Any, context: int, first: int | None) -> Iterator[np.ndarray]:
+def _pack(
+    texts: Iterable[str], tokenizer: Any, context: int, first: int | None
+) -> Iterator[Int[np.ndarray, " context"]]:
+    """Tokenise documents, 256 at a time, and cut their ids, joined by EOS, into contexts that begin with ``first``."""
     head = [] if first is None else [first]
     room = context - len(head)
     eos = tokenizer.eos_token_id

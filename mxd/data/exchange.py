@@ -1,4 +1,4 @@
-"""Rows of a window between the processes that have computed them and those that train on them."""
+"""Exchange of a window's rows between the processes that have computed them and those that train on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from mxd.common.processes import Processes
 
 
 class WindowActivations(NamedTuple):
-    """What the base model gives for the tokens of a window, or for those of them that one process has."""
+    """The base model's activations for the tokens of a window, or for those that one process has."""
 
     ids: Int[Tensor, " tokens"]
     """The token ids."""
     sites: dict[int, tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]]
-    """Layer -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
+    """Block -> (MLP input, MLP output), float32; the same tokens in the same order for every block."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one process takes from the stream: the activations of some blocks, one of the equal parts of each batch."""
+    """What one process takes from the stream: the activations of some blocks, and one of equal parts of each batch."""
 
     blocks: tuple[int, ...]
     part: int = 0
     parts: int = 1
 
     def rows(self, tokens: int) -> slice:
-        """Return which rows of a batch of so many tokens."""
+        """Return its rows of a batch of ``tokens`` tokens."""
         size = tokens // self.parts
         return slice(self.part * size, (self.part + 1) * size)
 
@@ -37,7 +37,7 @@ class RankPart:
 def exchange_rows(
     computed: WindowActivations, order: Int[Tensor, "batches tokens"], shares: Sequence[RankPart], processes: Processes
 ) -> tuple[WindowActivations, Int[Tensor, "batches part"]]:
-    """Exchange rows, so that each process has those of its share and no more, already in order.
+    """Exchange rows, so that each process has exactly those of its share, in the order of their use.
 
     Args:
         computed: the rows that this process has computed; those of rank 0 are the window's first, and so on.
@@ -51,13 +51,14 @@ def exchange_rows(
     rank = processes.rank
     ends = torch.tensor(processes.gather(len(computed.ids)), device=order.device).cumsum(0)  # of each rank's rows
     first = int(ends[rank]) - len(computed.ids)
-    wanted = [order[:, share.rows(order.shape[1])].reshape(-1) for share in shares]  # by each rank, batch by batch
-    sent = [rows[(rows >= first) & (rows < ends[rank])] - first for rows in wanted]  # to each rank, in its order
-    sender = torch.bucketize(wanted[rank], ends, right=True)  # of each row that this rank wants
-    places = sender.argsort(stable=True)  # rows come rank by rank, and within a rank in the order wanted
+    needed = [order[:, share.rows(order.shape[1])].reshape(-1) for share in shares]  # by each rank, batch by batch
+    sent = [rows[(rows >= first) & (rows < ends[rank])] - first for rows in needed]  # to each rank, in its order
+    sender = torch.bucketize(needed[rank], ends, right=True)  # of each row that this rank needs
+    # Rows arrive rank by rank, and within a rank in the order of their use: the i-th belongs at position[i].
+    position = sender.argsort(stable=True)
     incoming = torch.bincount(sender, minlength=processes.world).tolist()
 
-    def deal(tensor: Tensor, block: int | None) -> Tensor:
+    def exchanged(tensor: Tensor, block: int | None) -> Tensor:
         takes = [block is None or block in share.blocks for share in shares]
         rows = torch.cat([tensor[m] for m, taken in zip(sent, takes, strict=True) if taken] or [tensor[:0]])
         counts = [len(m) if taken else 0 for m, taken in zip(sent, takes, strict=True)]
@@ -65,9 +66,9 @@ def exchange_rows(
         if not takes[rank]:
             return received
         in_order = torch.empty_like(received)
-        in_order[places] = received
+        in_order[position] = received
         return in_order
 
-    ids = deal(computed.ids, None)
-    sites = {block: (deal(x, block), deal(y, block)) for block, (x, y) in computed.sites.items()}
+    ids = exchanged(computed.ids, None)
+    sites = {block: (exchanged(x, block), exchanged(y, block)) for block, (x, y) in computed.sites.items()}
     return WindowActivations(ids, sites), torch.arange(len(ids), device=order.device).view(len(order), -1)

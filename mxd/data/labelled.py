@@ -1,4 +1,4 @@
-"""Texts with a label or a score each: the bundled sets, tables of this machine, datasets of the Hub."""
+"""Texts with labels or scores: the bundled sets, local tables, datasets on the Hub."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ class LabelledTexts:
     """Texts with one label each."""
 
     name: str
-    """What results call the set."""
+    """The set's name in results."""
     texts: list[str]
     """The texts."""
     labels: list[str]
     """The label of each."""
     spans: list[tuple[int, int]] | None = None
-    """Where in each text what the label speaks of stands, where that is not the whole text: first character, and the
-    one after the last."""
+    """The part of each text that its label describes, if not the whole text: its first character, and the one after its
+    last."""
 
     @property
     def level(self) -> str:
-        """What is probed unless something else is asked for: the ``span``, or the whole text, the ``sample``."""
+        """What is probed by default: the ``span``, or the whole text, the ``sample``."""
         return "sample" if self.spans is None else "span"
 
     @property
     def classes(self) -> list[str]:
-        """The labels there are, sorted."""
+        """The different labels, sorted."""
         return sorted(set(self.labels))
 
 
@@ -50,7 +50,7 @@ def labelled_texts(
     """Read a labelled set.
 
     Labels may be strings, whole numbers or booleans; a Hub dataset's class numbers become their names. Columns
-    ``start`` and ``end``, where there are both, say which characters the label speaks of, those of a name for example.
+    ``start`` and ``end``, where there are both, say which characters the label describes, those of a name for example.
 
     Args:
         source: a bundled name (``factbook``, ``languages``, ``gender``); a local ``.csv``, ``.json``, ``.jsonl`` (each
@@ -61,8 +61,8 @@ def labelled_texts(
         split: split of a Hub dataset; files are read whole.
 
     Raises:
-        MxdError: nothing there, no such column or split, a row without text or label, a span that is none of the
-            text's, fewer than two classes, or the Hub cannot be reached.
+        MxdError: nothing is there, no such column or split, a row without text or label, a span outside the text, fewer
+            than two classes, or the Hub cannot be reached.
     """
     source = str(source)
     if source in BUNDLED_SETS:
@@ -88,23 +88,22 @@ def scored_texts(
     score_column: str = PURGING.score_column,
     split: str = "train",
 ) -> tuple[list[str], list[float | list[float]]]:
-    """Read texts with a number each, or one for each token.
+    """Read texts with one score each, or one per token.
 
     Args:
-        source: files of this machine or a Hub dataset, as for ``labelled_texts``.
+        source: local files or a Hub dataset, as for ``labelled_texts``.
         text_column: the field that holds the text.
-        score_column: the field that holds the number, or the list of them.
+        score_column: the field that holds the score, or the list of them.
         split: split of a Hub dataset; files are read whole.
 
     Raises:
-        MxdError: nothing there, no such column or split, a row without a text or a number, or the Hub cannot be
-            reached.
+        MxdError: nothing is there, no such column or split, a row without text or score, or the Hub cannot be reached.
     """
     source = str(source)
     files = local_files(source, "scored texts")
     rows = file_rows(files) if files else hub_rows(source, hub_table(source, split, "texts with scores"))
     texts: list[str] = []
-    found: list[float | list[float]] = []
+    scores: list[float | list[float]] = []
     for where, row in rows:
         check_columns(where, row, {"--text-column": text_column, "--score-column": score_column})
         text, score = row[text_column], _numeric(row[score_column])
@@ -115,12 +114,12 @@ def scored_texts(
                 "for each token."
             )
         texts.append(without_surrogates(text))
-        found.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
-    return texts, found
+        scores.append([float(n) for n in numbers] if isinstance(score, list) else float(score))
+    return texts, scores
 
 
 def _numeric(cell: Any) -> Any:
-    """Return the number that a text spells, as in the cells of a CSV, and anything else as it is."""
+    """Return the number that a text spells, as in a CSV's cells, and anything else unchanged."""
     try:
         return float({"true": "1", "false": "0"}.get(cell.lower(), cell)) if isinstance(cell, str) else cell
     except ValueError:
@@ -128,10 +127,10 @@ def _numeric(cell: Any) -> Any:
 
 
 def _named(rows: Iterable[Located], column: str, names: list[str]) -> Iterator[Located]:
-    """Put the names of classes in the place of their numbers; a Hub dataset's -1 stands for no label."""
-    of = dict(enumerate(names))
+    """Replace the numbers of classes by their names; a Hub dataset's -1 stands for no label."""
+    name_of = dict(enumerate(names))
     for where, row in rows:
-        yield where, row | {column: of.get(row[column])}
+        yield where, row | {column: name_of.get(row[column])}
 
 
 def _checked(name: str, rows: Iterable[Located], text_column: str, label_column: str) -> LabelledTexts:
@@ -149,11 +148,11 @@ def _checked(name: str, rows: Iterable[Located], text_column: str, label_column:
             spans.append(_span(where, row["start"], row["end"], len(text)))
     if spans and len(spans) < len(texts):
         raise MxdError(f"{name}: {len(spans)} of {len(texts)} rows have a span, start and end; give it to all or none.")
-    found = LabelledTexts(name, texts, labels, spans or None)
-    if len(found.classes) < 2:
-        got = f"only {found.classes[0]!r}" if found.classes else "no rows"
+    labelled = LabelledTexts(name, texts, labels, spans or None)
+    if len(labelled.classes) < 2:
+        got = f"only {labelled.classes[0]!r}" if labelled.classes else "no rows"
         raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")
-    return found
+    return labelled
 
 
 def _span(where: str, start: Any, end: Any, length: int) -> tuple[int, int]:

@@ -1,15 +1,16 @@
 """Which rows of which shards make up the batches of a cache that is read in another order.
 
-An epoch's shards are shuffled and cut into groups. The tokens of a group are used up batch by batch, each taking from
-every shard in proportion to what is left of it, so that all run out together. What is left over in the end begins a
-batch that the next group ends. Only the place of a batch is remembered: a run resumes by counting its group again.
+An epoch's shards are shuffled and cut into groups. The tokens of a group are used up batch by batch. Each batch takes
+from every shard in proportion to what is left of it, so that all run out together. Tokens left over at the end begin a
+batch that the next group completes. Only the position of a batch is saved: to resume, its group is counted through
+again.
 
-For example shards of 6, 3, 6 and 3 tokens, two at a time, in batches of 4 (seed 0):
+For example, with shards of 6, 3, 6 and 3 tokens, two at a time, in batches of 4 (seed 0):
 
 group 0: shards 2 and 0, from rows 0 and 1 on  12 tokens: three batches, each of 2 rows of either shard;
                                                the third takes rows 4 and 5 of shard 2, and 5 and 0 of shard 0
-group 1: shards 1 and 3, from row 0 on         6 tokens: a batch, and rows 2 of both, which begin another
-group 2: shards 3 and 0 (the next epoch)       9 tokens: 2 end that batch, 4 are the next, 3 begin another
+group 1: shards 1 and 3, from row 0 on         6 tokens: a batch, and row 2 of both, which begin another
+group 2: shards 3 and 0 (the next epoch)       9 tokens: 2 complete that batch, 4 are the next, 3 begin another
 """
 
 from collections.abc import Iterator
@@ -24,59 +25,68 @@ from mxd.data.activations import Cursor
 
 @dataclass(frozen=True)
 class Take:
-    """What one batch, or its part in one group of shards, is made of."""
+    """The rows of one batch, or of the part of a batch that one group of shards supplies."""
 
     group: int
-    """Which group, counted over all epochs."""
+    """The group's number, counted over all epochs."""
     members: tuple[int, ...]
     """The group's shards."""
     runs: tuple[tuple[int, int, int], ...]
     """(shard, first row, row after the last)."""
     end: Cursor | None = None
-    """Where the next batch is; ``None`` where the batch goes on in the next group."""
+    """Where the next batch is; ``None`` where the next group completes the batch."""
 
 
 def mixed_runs(
     lengths: Int[np.ndarray, " shards"], batch_tokens: int, shards_at_once: int, seed: int, start: Cursor
 ) -> Iterator[Take]:
-    """Yield which rows of which shards the batches of ``mixed_batches`` are made of.
+    """Yield the rows of shards that make up the batches of ``mixed_batches``.
 
     Args:
         lengths: tokens in each shard.
         batch_tokens: tokens in a batch.
         shards_at_once: shards in a group, about.
-        seed: orders the shards.
-        start: where to begin.
+        seed: determines the order of the shards.
+        start: where to begin: ``context`` is a group, ``offset`` the tokens with which it completes a batch begun
+            before, ``batch`` the batches after these.
     """
-    lacking = start.offset % batch_tokens or batch_tokens  # tokens that the batch at hand still needs
+    lacking = start.offset % batch_tokens or batch_tokens  # tokens that the current batch still needs
     for group in count(start.context):
         members, begins = group_of(lengths, shards_at_once, seed, group)
         sizes = left = lengths[members]
         total, used = int(sizes.sum()), 0
-        carried = min(lacking % batch_tokens, total)  # they end a batch that began in the group before
+        carried = min(lacking % batch_tokens, total)  # they complete a batch that began in the group before
         before_start = start.offset + start.batch * batch_tokens if group == start.context else 0
         while used < total:
-            tokens = min(lacking, total - used)  # a whole batch, or as much of one as this group has
+            tokens = min(lacking, total - used)  # a whole batch, or as much of it as this group has
             taken = _share(left, tokens)
-            take = Take(group, tuple(members.tolist()), _runs(members, (begins + sizes - left) % sizes, taken, sizes))
-            wanted = used >= before_start  # the group that a run goes on in is taken from as before, but not handed out
+            rows = (begins + sizes - left) % sizes  # each shard continues where the batch before stopped
+            take = Take(group, tuple(members.tolist()), _runs(members, rows, taken, sizes))
+            is_new = used >= before_start  # a resumed group is counted through from its beginning, without yielding
             left, used, lacking = left - taken, used + tokens, lacking - tokens
             if lacking == 0:
                 lacking = batch_tokens
-                place = Cursor(group, carried, (used - carried) // batch_tokens) if used < total else Cursor(group + 1)
-                take = replace(take, end=place)
-            if wanted:
+                end = Cursor(group, carried, (used - carried) // batch_tokens) if used < total else Cursor(group + 1)
+                take = replace(take, end=end)
+            if is_new:
                 yield take
 
 
 def group_of(
     lengths: Int[np.ndarray, " shards"], shards_at_once: int, seed: int, group: int
 ) -> tuple[Int[np.ndarray, " members"], Int[np.ndarray, " members"]]:
-    """Return a group's shards, and the row that each begins at in this epoch."""
+    """Return a group's shards, and the row at which each begins in this epoch.
+
+    Args:
+        lengths: tokens in each shard.
+        shards_at_once: shards in a group, about.
+        seed: determines the order of the shards.
+        group: its number, counted over all epochs.
+    """
     groups = -(-len(lengths) // shards_at_once)
-    epoch, place = divmod(group, groups)
+    epoch, index = divmod(group, groups)
     rng = np.random.default_rng([seed, epoch])
-    members = np.array_split(rng.permutation(len(lengths)), groups)[place]
+    members = np.array_split(rng.permutation(len(lengths)), groups)[index]
     return members, rng.integers(lengths)[members]
 
 
@@ -97,8 +107,8 @@ def _runs(
     taken: Int[np.ndarray, " members"],
     sizes: Int[np.ndarray, " members"],
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (shard, first row, row after the last); a run beyond a shard's end goes on at its beginning."""
-    found = []
-    for shard, begin, tokens, size in zip(*(each.tolist() for each in (members, begins, taken, sizes)), strict=True):
-        found += [(shard, begin, min(begin + tokens, size)), (shard, 0, begin + tokens - size)]
-    return tuple(run for run in found if run[1] < run[2])
+    """Return (shard, first row, row after the last); a run beyond a shard's end continues at its beginning."""
+    runs = []
+    for shard, begin, tokens, size in zip(*(part.tolist() for part in (members, begins, taken, sizes)), strict=True):
+        runs += [(shard, begin, min(begin + tokens, size)), (shard, 0, begin + tokens - size)]
+    return tuple(run for run in runs if run[1] < run[2])

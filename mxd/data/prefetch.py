@@ -1,4 +1,4 @@
-"""Items of a stream, prepared in a thread of their own while the ones before are used."""
+"""Items of a stream, prepared in a thread while earlier ones are used."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yield the same items, the next ``depth`` of them prepared meanwhile in a thread of their own.
+    """Yield the same items, while a thread prepares the next ``depth`` of them.
 
-    For work that waits (on a disk, on the Hub, for the tokenizer); what it raises is raised here, in its place.
+    For work that waits (on a disk, on the Hub, for the tokenizer); its errors are raised here, in their turn.
     """
     end, wait = object(), True
     worker = ThreadPoolExecutor(1, "mxd-ahead")
@@ -25,5 +25,5 @@ def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
     except Stopped:
         wait = False  # the next item may never come
         raise
-    finally:  # nobody waits for what nobody will read
+    finally:  # items that nobody will read are not waited for
         worker.shutdown(wait, cancel_futures=True)

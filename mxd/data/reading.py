@@ -1,4 +1,4 @@
-"""A cache's batches: in the order in which they were written, or mixed."""
+"""Batches from a cache: in the order in which they were written, or mixed."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mxd.common.errors import MxdError
@@ -19,24 +20,25 @@ from mxd.data.store import Location, Store, open_store
 
 
 def check_cache(location: Location, identity: Mapping[str, Any]) -> None:
-    """Check that a cache holds what is asked for.
+    """Check that a cache holds the activations that a run needs.
 
     Args:
         location: the cache.
-        identity: what is asked for; of ``fingerprints`` (block -> hash of its MLP) some of the cache's.
+        identity: the settings that the activations depend on; ``fingerprints`` (block -> hash of its MLP) may name some
+            of the cache's blocks.
 
     Raises:
-        MxdError: no cache there, or one of other activations; the differences are named.
+        MxdError: there is no cache, or one of other activations; the differences are named.
     """
     store = open_store(location)
     check_identity(store, identity_of(store), identity)
 
 
 def cache_hash(location: Location) -> str:
-    """Return a hash of what a cache says it is of, its dtype included.
+    """Return a hash of a cache's identity, its dtype included.
 
     Raises:
-        MxdError: no cache there.
+        MxdError: there is no cache.
     """
     return short_hash(identity_of(open_store(location)))
 
@@ -59,7 +61,7 @@ def cached_batches(
     Args:
         location: the cache.
         blocks: which of its blocks.
-        start: where to begin; a place between two of its batches.
+        start: where to begin; a position between two of its batches.
         device: where the activations go.
         part: ``(s, parts)``: only the rows of part s of each batch.
 
@@ -70,7 +72,7 @@ def cached_batches(
     shards, problem = leading_shards(store, identity_of(store))
     starts = [Cursor(), *(end for shard in shards for end in shard.ends)]
     if start is not None and start not in starts:
-        if any(start == replace(place, text=start.text) for place in starts):
+        if any(start == replace(cursor, text=start.text) for cursor in starts):
             raise MxdError(
                 f"the activation cache {store.name} is of another text than the one that was read up to {start}; put "
                 "back the cache that the run began with, or start anew under another name with --run NAME."
@@ -105,24 +107,24 @@ def mixed_batches(
     """Yield a cache's tokens in another order, epoch after epoch, without end; every token once in each epoch.
 
     An epoch's shards, in an order drawn from the seed, are taken in groups of about ``shards_at_once``. Each batch
-    takes from every shard of the group as large a share as from the others, as one run of its rows (which are a random
-    permutation of a window already), from a row on that is drawn anew for each epoch.
+    takes an equal share of every shard of the group, as one run of its rows (which are a random permutation of a window
+    already), beginning at a row that is drawn again for each epoch.
 
     A ``Cursor`` here names a group, counted over all epochs; how many of its tokens went to a batch begun in the group
-    before; how many batches follow these; and, for a text, the cache's shards.
+    before; how many batches follow these; and, in place of the text's hash, a hash of the cache's shards.
 
     Args:
         location: the cache.
         blocks: which of its blocks.
         batch_tokens: tokens in a batch.
         shards_at_once: shards mixed at a time.
-        seed: orders the shards.
+        seed: determines the order of the shards.
         start: where to begin.
         device: where the activations go.
         part: ``(s, parts)``: only the rows of part s of each batch.
 
     Raises:
-        MxdError: a shard is damaged or missing, the cache holds less than a batch, or it has other shards than when
+        MxdError: a shard is damaged or missing, the cache holds less than a batch, or its shards have changed since
             ``start`` was reached.
     """
     store = open_store(location)
@@ -137,7 +139,7 @@ def mixed_batches(
     if begin.text not in ("", text):
         raise MxdError(
             f"the activation cache {store.name} has other shards than when the run was saved, so they would be mixed "
-            "otherwise; put back those, or start anew under another name with --run NAME."
+            "differently; put those back, or start anew under another name with --run NAME."
         )
     order = (shards[m] for group in count(begin.context) for m in group_of(lengths, shards_at_once, seed, group)[0])
     opened = _opened(store, order, depth=min(shards_at_once, len(shards)))
@@ -183,24 +185,26 @@ def _read(
 
 
 def _rows_of(runs: Sequence[_Run], part: tuple[int, int]) -> list[_Run]:
-    """Return part s of the rows of a batch that is made of runs."""
+    """Return part s of the rows of a batch that is made of runs: those from ``low`` to ``high``, counted over all."""
     number, parts = part
     total = sum(run.end - run.begin for run in runs)
     if total % parts:
         raise MxdError(f"a batch of {total:,} tokens cannot be divided into {parts} equal parts; change batch_tokens.")
     low, high = number * total // parts, (number + 1) * total // parts
-    found, place = [], 0
+    kept, done = [], 0  # rows of the batch in the runs before
     for run in runs:
-        begin = max(run.begin, run.begin + low - place)
-        end = min(run.end, run.begin + high - place)
+        begin = max(run.begin, run.begin + low - done)
+        end = min(run.end, run.begin + high - done)
         if begin < end:
-            found.append(_Run(run.file, begin, end))
-        place += run.end - run.begin
-    return found
+            kept.append(_Run(run.file, begin, end))
+        done += run.end - run.begin
+    return kept
 
 
-def _mean(files: Mapping[ShardFile, int], blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the means of several shards' windows, weighted by the shards' tokens."""
+def _mean(
+    files: Mapping[ShardFile, int], blocks: Sequence[int]
+) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
+    """Return block -> the means of several shards' windows, weighted by the shards' tokens."""
     weights = torch.tensor(list(files.values()), dtype=torch.float32)
     weights /= weights.sum()
     means = [file.means(blocks) for file in files]
@@ -214,7 +218,7 @@ def _mean(files: Mapping[ShardFile, int], blocks: Sequence[int]) -> dict[int, tu
 
 
 def _opened(store: Store, shards: Iterable[Shard], depth: int) -> Iterator[ShardFile]:
-    """Open shards in order; the next ``depth`` are fetched and verified meanwhile, up to four at a time."""
+    """Open shards in order, while threads fetch and verify the next ``depth``, up to four at a time."""
     rest = iter(shards)
     with ThreadPoolExecutor(min(depth, 4), "mxd-shards") as pool:
         try:
@@ -223,5 +227,5 @@ def _opened(store: Store, shards: Iterable[Shard], depth: int) -> Iterator[Shard
                 file = pending.popleft().result()
                 pending.extend(pool.submit(ShardFile, store, shard) for shard in islice(rest, 1))
                 yield file
-        finally:  # nobody waits for what nobody will read
+        finally:  # shards that nobody will read are not waited for
             pool.shutdown(cancel_futures=True)

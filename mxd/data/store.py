@@ -1,7 +1,7 @@
 """A folder anywhere: on this machine, or wherever fsspec reaches (``s3://bucket/folder``, ``gs://...``, ``memory://``).
 
-A file is written whole: on this machine under a hidden name and renamed, elsewhere by one upload. What is read as a
-file is a file of this machine: the one that is there, or a copy that goes away with its last reader.
+Files are written atomically: on this machine under a hidden name and renamed, elsewhere by one upload. Files are read
+from this machine: in place, or from a copy that is deleted after its last reader has closed it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from mxd.common.errors import MxdError, redact
 from mxd.common.files import atomic_file, file_sha256, is_partial, regular, writing
 
 Location = str | Path
-"""A folder of this machine, or a URL."""
+"""A local folder, or a URL."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Store:
     """fsspec's file system; ``None`` on this machine."""
 
     def names(self) -> set[str]:
-        """Return what stands in the folder and is not just being written; nothing where there is no such folder.
+        """Return the names in the folder, without files that are being written; none where there is no such folder.
 
         Raises:
             MxdError: it cannot be read.
@@ -47,7 +47,7 @@ class Store:
                 return set()
 
     def read(self, name: str) -> bytes | None:
-        """Return what a small file holds, or ``None`` where there is none.
+        """Return the content of a small file, or ``None`` where there is none.
 
         Raises:
             MxdError: it cannot be read.
@@ -61,17 +61,17 @@ class Store:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file whole, in place of what is there.
+        """Write a small file atomically, replacing any of that name.
 
         Raises:
-            MxdError: the place cannot be written.
+            MxdError: it cannot be written.
         """
         with self.new_file(name) as file:
             file.write_bytes(content)
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[Path]:
-        """Give a name on this machine for a new file, which goes to its place when the block ends well.
+        """Give a local name for a new file, which is moved or uploaded into the folder if the block succeeds.
 
         Raises:
             MxdError: it cannot be written.
@@ -84,12 +84,12 @@ class Store:
             file = Path(folder, "file")
             with writing(file):
                 yield file
-            with _in_one_line(f"cannot write {self.name}/{name}", "Nothing was lost: run the same again."):
+            with _in_one_line(f"cannot write {self.name}/{name}", "Nothing was lost: run the same command again."):
                 self.remote.put_file(str(file), self._at(name))
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Give a file as one of this machine: itself, or a whole copy, whose name vanishes with the block.
+        """Give a file as a local one: itself, or a copy that is deleted after the block (open handles stay valid).
 
         Raises:
             MxdError: it cannot be fetched.
@@ -111,7 +111,7 @@ def open_store(location: Location) -> Store:
     """Find the file system of a location; nothing is read or written.
 
     Raises:
-        MxdError: fsspec knows none of that name, its driver is not installed, or the URL holds a secret.
+        MxdError: fsspec does not know the protocol, its driver is not installed, or the URL holds a secret.
     """
     url = os.fspath(location)
     if "://" not in url:
@@ -124,18 +124,18 @@ def open_store(location: Location) -> Store:
     import fsspec
 
     try:
-        found, root = fsspec.core.url_to_fs(url)
+        system, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # no driver; no such protocol
         raise MxdError(f"cannot open {url}: {redact(str(error))}") from error
-    except Exception as error:  # drivers raise what they like, for example where credentials are missing
+    except Exception as error:  # drivers may raise anything, for example where credentials are missing
         raise MxdError(f"cannot open {url}: {_reason(error)}") from error
-    if found.protocol == "file" or "file" in found.protocol:
+    if system.protocol == "file" or "file" in system.protocol:
         return Store(url, root)
-    return Store(url.rstrip("/"), root, found)
+    return Store(url.rstrip("/"), root, system)
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file of this machine; one that has not changed since is not read again.
+    """Return the SHA-256 of a local file; an unchanged file is read only once.
 
     Raises:
         OSError: it cannot be read.
@@ -159,5 +159,5 @@ def _in_one_line(what: str, remedy: str = "") -> Iterator[None]:
         yield
     except MxdError:
         raise
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # drivers may raise anything
         raise MxdError(f"{what}: {_reason(error)}. {remedy}".rstrip()) from error

@@ -1,8 +1,8 @@
-"""Rows of text, wherever they stand: files of this machine, folders of them, patterns for them, datasets of the Hub.
+"""Rows of text from any source: local files, folders and patterns of them, datasets on the Hub.
 
-Files are decoded here, row by row. The readers of `datasets` guess a type for whole blocks of rows: the text
-"2024-01-01" becomes a date, the text "NA" nothing, a missing field ``None``, a row that is a list cells of its
-neighbours, and one half character fails a file. So `datasets` reads what only it can: the Hub.
+Files are decoded here, row by row. The readers of `datasets` guess a type for whole groups of rows: the text
+"2024-01-01" becomes a date, "NA" nothing, a missing field ``None``, a row that is a list turns into cells of its
+neighbours, and a single half character fails a whole file. So `datasets` is used only for the Hub.
 """
 
 import csv
@@ -22,25 +22,25 @@ from mxd.common.parsing import parse_json
 Row = dict[str, Any]
 Unpacked = BufferedReader | gzip.GzipFile
 Located = tuple[str, Row]
-"""Which row it is, for messages, and the row."""
+"""A row's name in messages, and the row."""
 
 TABLES = (".csv", ".csv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz", ".parquet")
-"""How the names of tables end."""
+"""Suffixes of tables."""
 DOCUMENTS = (".txt", *TABLES)
-"""How the names of files of documents end; a ``.txt`` file is one document."""
+"""Suffixes of files of documents; a ``.txt`` file is one document."""
 LONGEST = 2**30
-"""Bytes of one line, or of a JSON array, once unpacked: a small file that unpacks to more is no table."""
+"""The most bytes of one line, or of a JSON array, once unpacked: a small file that unpacks to more is no table."""
 
 
 def find_files(source: str | Path, suffixes: Sequence[str] = TABLES) -> list[Path]:
     """Return the files that a path, a folder or a pattern (``folder/*.jsonl.gz``, ``**/*.csv``) names, sorted.
 
     Args:
-        source: a file is returned whatever its name; of a folder and of what a pattern matches, those with a suffix.
+        source: a file is returned whatever its name; of a folder's or a pattern's files, those with a suffix.
         suffixes: how their names may end.
 
     Returns:
-        No files where nothing of that name is on this machine: it may be a dataset of the Hub.
+        The files; none where there is nothing local of that name: it may be a dataset on the Hub.
 
     Raises:
         MxdError: a folder cannot be read.
@@ -48,21 +48,26 @@ def find_files(source: str | Path, suffixes: Sequence[str] = TABLES) -> list[Pat
     path = os.fspath(source)
     try:
         if os.path.isdir(path):
-            found = sorted(Path(path).iterdir())
+            files = sorted(Path(path).iterdir())
         elif os.path.exists(path):
             return [Path(path)]
         else:
-            found = sorted(map(Path, glob(path, recursive=True))) if has_magic(path) else []
-    except (OSError, ValueError) as error:  # no right to read it; a NUL in a pattern
+            files = sorted(map(Path, glob(path, recursive=True))) if has_magic(path) else []
+    except (OSError, ValueError) as error:  # no permission to read it; a NUL in a pattern
         raise MxdError(f"cannot read text from {path!r}: {error}") from error
-    return [file for file in found if suffix_of(file, suffixes)]
+    return [file for file in files if suffix_of(file, suffixes)]
 
 
 def local_files(source: str | Path, what: str, suffixes: Sequence[str] = TABLES) -> list[Path]:
-    """Return the files that a source names, as ``find_files``, or none where it can only be a dataset of the Hub.
+    """Return the files that a source names, as ``find_files``, or none where it can only be a dataset on the Hub.
+
+    Args:
+        source: a file, a folder, a pattern, or the name of a dataset.
+        what: what the files should hold, for the message.
+        suffixes: how their names may end.
 
     Raises:
-        MxdError: it names a place of this machine, and ``what`` is looked for is not there.
+        MxdError: it names something local that is missing, or that is not such files.
     """
     files = find_files(source, suffixes)
     path = os.fspath(source)
@@ -76,13 +81,13 @@ def local_files(source: str | Path, what: str, suffixes: Sequence[str] = TABLES)
 
 
 def suffix_of(file: str | Path, suffixes: Sequence[str] = DOCUMENTS) -> str:
-    """Return the suffix with which a file's name ends, "" if none: of ``a.jsonl.gz`` ``.jsonl.gz``."""
+    """Return which of the suffixes a file's name has, "" if none: for ``a.jsonl.gz`` it is ``.jsonl.gz``."""
     name = os.path.basename(file)
     return next((suffix for suffix in suffixes if name.endswith(suffix)), "")
 
 
 def stem_of(file: str | Path) -> str:
-    """Return a file's name without its suffix: of ``a.jsonl.gz`` ``a``."""
+    """Return a file's name without its suffix: for ``a.jsonl.gz`` it is ``a``."""
     return os.path.basename(file).removesuffix(suffix_of(file))
 
 
@@ -91,11 +96,11 @@ def file_rows(files: Iterable[Path], column: str | None = None) -> Iterator[Loca
 
     Args:
         files: their suffixes say what they are.
-        column: the one field that is wanted, if it is one: a Parquet file's others are not read, and a ``.txt`` file's
-            text gets this name.
+        column: the only field that is needed, if it is only one: other columns of a Parquet file are not read, and the
+            text of a ``.txt`` file gets this name.
 
     Raises:
-        MxdError: a file cannot be read, is damaged, or holds something else than rows.
+        MxdError: a file cannot be read, is damaged, or holds anything but rows.
     """
     for file in files:
         try:
@@ -106,12 +111,12 @@ def file_rows(files: Iterable[Path], column: str | None = None) -> Iterator[Loca
 
 
 def hub_table(source: str, split: str, instead: str, streaming: bool = False) -> Any:
-    """Load a split of a dataset of the Hub: ``datasets.Dataset``, or ``datasets.IterableDataset`` with ``streaming``.
+    """Load a split of a dataset on the Hub: ``datasets.Dataset``, or ``datasets.IterableDataset`` with ``streaming``.
 
     Args:
         source: ``org/name[:config][@revision]``.
-        split: one that the dataset has.
-        instead: what else could have been given, for the message.
+        split: one of the dataset's splits.
+        instead: other valid sources, for the message.
         streaming: read it as it comes, without downloading it whole.
 
     Raises:
@@ -133,10 +138,10 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
 
 
 def hub_rows(source: str, table: Iterable[Row]) -> Iterator[Located]:
-    """Yield the rows of what ``hub_table`` has loaded.
+    """Yield the rows of a table that ``hub_table`` has loaded.
 
     Raises:
-        MxdError: whatever a Hub client raises on the way, as one clear error, so that a run can save.
+        MxdError: in place of anything that a Hub client raises on the way, so that a run can save.
     """
     try:
         for number, row in enumerate(table, 1):
@@ -147,21 +152,21 @@ def hub_rows(source: str, table: Iterable[Row]) -> Iterator[Located]:
         raise MxdError(f"reading {source!r} failed: {_reason(error)}") from error
 
 
-def check_columns(where: str, row: Collection[str], wanted: Mapping[str, str]) -> None:
+def check_columns(where: str, row: Collection[str], columns: Mapping[str, str]) -> None:
     """Refuse a row that lacks a column.
 
     Args:
         where: the row, for the message.
         row: the row, or the names of its columns.
-        wanted: the option that names a column -> the column.
+        columns: option -> the column that it names.
 
     Raises:
         MxdError: it lacks one.
     """
-    for column in wanted.values():
+    for column in columns.values():
         if column not in row:
-            have = ", ".join(map(str, row))
-            raise MxdError(f"{where}: no column {column!r}; it has: {have}. Set {', '.join(wanted)}.")
+            names = ", ".join(map(str, row))
+            raise MxdError(f"{where}: no column {column!r}; it has: {names}. Set {', '.join(columns)}.")
 
 
 def _reason(error: Exception) -> str:
@@ -196,27 +201,26 @@ def _csv(file: Unpacked) -> Iterator[Row]:
 
 
 def _jsonl(file: Unpacked) -> Iterator[Row]:
-    for number, line in enumerate(
-        _lines(file.readline), 1
-    ):  # ends at newlines only: JSON strings may hold other line ends
+    # Lines of bytes end at newlines only; JSON strings may hold the other line ends of text.
+    for number, line in enumerate(_lines(file.readline), 1):
         try:
             text = line.decode("utf-8-sig")
             if text.strip():
                 yield _object(parse_json(text))
-        except ValueError as error:
-            raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from error  # JSON's own knows one line
+        except ValueError as error:  # JSON's own message counts lines within this one
+            raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from error
 
 
 def _json(file: Unpacked) -> Iterator[Row]:
-    """Read one array of rows, or, as many files of this name hold, a row in each line."""
-    starts = (line.strip(b" \t\r\n\xef\xbb\xbf") for line in _lines(file.readline))  # a byte order mark, too
+    """Read one array of rows, or one row per line, which many ``.json`` files hold."""
+    starts = (line.strip(b" \t\r\n\xef\xbb\xbf") for line in _lines(file.readline))  # also strips a byte order mark
     is_array = next(filter(None, starts), b"").startswith(b"[")
     file.seek(0)
     if not is_array:
         yield from _jsonl(file)
         return
     text = bytearray()
-    for line in _lines(file.readline):  # read(n) would take n bytes at once, however short the file
+    for line in _lines(file.readline):  # read(n) would allocate n bytes at once, however short the file
         text += line
         if len(text) > LONGEST:
             raise ValueError(f"its array is longer than {LONGEST:,} bytes; write a row in each line of a .jsonl file")
@@ -228,7 +232,7 @@ def _json(file: Unpacked) -> Iterator[Row]:
 
 
 READERS = {".csv": _csv, ".json": _json, ".jsonl": _jsonl}
-"""Suffix -> what reads the rows of an open file."""
+"""Suffix -> reader of an open file's rows."""
 
 
 def _object(row: Any) -> Row:

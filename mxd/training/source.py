@@ -10,7 +10,7 @@ from torch import Tensor
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
 from mxd.config import RunConfig, plain_config, recorded
-from mxd.data.activations import Batch, Cursor, Mine, activation_batches
+from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
 from mxd.data.checks import check_activations, check_text
 from mxd.data.contexts import special_ids, token_contexts
@@ -83,8 +83,8 @@ def cache_activations(
         widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.blocks)]
         claim_cache(location, _identity(config, base), cache_bytes(widths, tokens, dtype), dtype)
 
-        def stream(start: Cursor, mine: Mine) -> Iterator[Batch]:
-            return _live(config, base, start, mine=mine)
+        def stream(start: Cursor, accept: WindowFilter) -> Iterator[Batch]:
+            return _live(config, base, start, accept=accept)
 
         write_cache(location, stream, tokens, worker or (processes.rank, processes.world))
 
@@ -95,7 +95,7 @@ def _live(
     start: Cursor | None,
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
-    mine: Mine | None = None,
+    accept: WindowFilter | None = None,
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
     if base.tokenizer is None:
@@ -118,7 +118,7 @@ def _live(
         start=start,
         processes=processes,
         shares=shares,
-        mine=mine,
+        accept=accept,
         digest=contexts.digest,
     )
 

@@ -317,7 +317,7 @@ def test_private_is_private(hub, single, run):
     push(run, "org/open")
     before = hub.files("org/open")
     (run / "block0-tc-k4" / "metrics.json").write_text('{"secret": 1}')
-    with pytest.raises(MxdError, match="there already and public, so nothing was sent"):
+    with pytest.raises(MxdError, match="exists already and is public, so nothing was sent"):
         push(run, "org/open", private=True)
     assert hub.files("org/open") == before
 
@@ -329,7 +329,7 @@ def test_a_layer_and_a_set_do_not_share_a_repository(hub, single, run):
         push(run, "org/one")
     with pytest.raises(MxdError, match="org/set holds a set of layers, so this layer needs a repository of its own"):
         push(single, "org/set")
-    with pytest.raises(MxdError, match="is no repository"):
+    with pytest.raises(MxdError, match="is not a repository"):
         push(single, "org/one/sub")
 
 
@@ -380,7 +380,7 @@ def test_an_interrupted_upload_shows_nothing_and_resumes(hub, run, capsys):
     hub.fault("PUT", stuck, cut=100)
     code, _, message = command(capsys, "push", run, repo)
     assert code == 1
-    assert "the connection to" in message and "what was sent already is not sent twice" in message
+    assert "the connection to" in message and "what arrived is not sent twice" in message
     assert set(hub.files(repo)) == {".gitattributes"}
     sent = set(hub.uploads)
     assert len(sent) == 3
@@ -392,7 +392,7 @@ def test_an_interrupted_upload_shows_nothing_and_resumes(hub, run, capsys):
 
 def test_an_upload_that_stops_at_the_commit_shows_nothing_and_resumes(hub, run):
     hub.fault("POST", "/commit/", cut=50)
-    with pytest.raises(MxdError, match="nothing half-sent is visible"):
+    with pytest.raises(MxdError, match="no incomplete upload is visible"):
         push(run, "org/set")
     assert set(hub.files("org/set")) == {".gitattributes"}
     hub.faults.clear()
@@ -402,7 +402,7 @@ def test_an_upload_that_stops_at_the_commit_shows_nothing_and_resumes(hub, run):
 
 def test_an_upload_that_stops_between_its_commits_resumes(hub, run):
     hub.fault("POST", "/commit/", status=500, message="oops", after=1, times=1)
-    with pytest.raises(MxdError, match=r"trouble \(HTTP 500\) \(oops\)\. Try later\. Run the same again"):
+    with pytest.raises(MxdError, match=r"trouble \(HTTP 500\) \(oops\)\. Try later\. Run the same command again"):
         push(run, "org/set")
     assert list(load_layers("org/set")) == list(load_layers(run))  # whole already
     first = push(run, "org/set")
@@ -416,7 +416,7 @@ def test_no_half_file_is_ever_loaded(hub, single, gpt2, ids, tmp_path):
     size = len(hub.files("org/one")["model.safetensors"])
     hub.fault("GET", "safetensors", cut=size // 2, times=1)
     hub.fault("GET", "safetensors", cut=0)
-    with pytest.raises(MxdError, match=r"connection to .* failed .*no half file is ever loaded"):
+    with pytest.raises(MxdError, match=r"connection to .* failed .*no incomplete file is ever loaded"):
         mxd.from_pretrained("org/one")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size == size // 2]
     with pytest.raises(MxdError, match=r"not complete in the local cache\. Leave local_files_only out"):
@@ -507,7 +507,11 @@ PULL = {
         "org/broken",
         r"model.safetensors is not what was saved: .*Delete .*/blobs/\w+ and download it again",
     ),
-    "disk full": (full_cache, "org/one", "the disk is full .*free space, or move the cache with HF_HOME.*no half file"),
+    "disk full": (
+        full_cache,
+        "org/one",
+        "the disk is full .*free space, or move the cache with HF_HOME.*no incomplete file",
+    ),
     "strange": (
         fault("GET", "/api/models", 418, message="a\nteapot"),
         "org/one",

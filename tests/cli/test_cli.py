@@ -165,7 +165,7 @@ def test_commands_to_copy_are_words_of_a_shell(
     held = json.loads((place / "c" / "cache.json").read_text())
     (place / "c" / "cache.json").write_text(json.dumps(held | {"format": 0}))
     code, _, err = mxd(capsys, *words, "--run", "s", "--data.cache", str(place / "c"))
-    assert code == 1 and shown(err, "write it anew: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
+    assert code == 1 and shown(err, "write it again: ") == ["mxd", "cache", "CONFIG", str(place / "c")]
 
 
 def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,9 @@ def live(gpt2):
     hide = rng.random(rows.shape) < 0.25
     rows[hide] = rng.choice(MASKED, hide.sum())
 
-    def stream(start=None, mine=None, blocks=LAYERS):
+    def stream(start=None, accept=None, blocks=LAYERS):
         options = {"batch_tokens": BATCH, "buffer_tokens": 3 * BATCH, "excluded_ids": MASKED, "forward_contexts": 2}
-        return activation_batches(gpt2, blocks, lambda first: iter(rows[first:]), start=start, mine=mine, **options)
+        return activation_batches(gpt2, blocks, lambda first: iter(rows[first:]), start=start, accept=accept, **options)
 
     return stream
 
@@ -266,7 +266,7 @@ def test_other_workers_go_on_with_what_some_have_left(tmp_path, live, cache, cou
     for number, stop in ((0, 4), (1, 2), (2, 2)):
         with pytest.raises(MxdError, match="the Hub is gone"):
             write(folder, lambda start, mine, stop=stop: broken(live(start, mine), stop), worker=(number, 3))
-    with pytest.raises(MxdError, match=r"shard-000003 is missing\. `mxd cache` writes it anew, and nothing else"):
+    with pytest.raises(MxdError, match=r"shard-000003 is missing\. `mxd cache` writes it again, and nothing else"):
         list(cached_batches(folder, LAYERS))
     assert cached_tokens(folder) == 3 * BATCH + 2 * BATCH  # up to the first that is missing
     ran = []
@@ -463,7 +463,9 @@ def test_another_format_is_refused_and_untouched(cache, held):
     (cache / "cache.json").write_text(json.dumps({**said, "format": held}))
     before = contents(cache)
     for function in (lambda: check_cache(cache, IDENTITY), lambda: claim_cache(cache, IDENTITY, SIZE)):
-        with pytest.raises(MxdError, match=rf"format {held}, this mxd reads and writes 4; delete it and write it anew"):
+        with pytest.raises(
+            MxdError, match=rf"format {held}, this mxd reads and writes 4; delete it and write it again"
+        ):
             function()
     assert contents(cache) == before
 
@@ -521,7 +523,7 @@ def test_a_damaged_shard_is_named_and_only_it_is_written_anew(cache, live, damag
     before = contents(cache)
     damage(cache, number)
     assert contents(cache) != before
-    with pytest.raises(MxdError, match=rf"shard-00000{number}.* `mxd cache` writes it anew, and nothing else"):
+    with pytest.raises(MxdError, match=rf"shard-00000{number}.* `mxd cache` writes it again, and nothing else"):
         list(cached_batches(cache, LAYERS))
     times = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     ran = []
@@ -541,7 +543,7 @@ def test_a_shard_is_verified_once(cache, monkeypatch):
     assert sorted(hashed) == [str(shard(cache, n)) for n in range(9)]
     flip(-5)(cache, 4)  # unless it has changed since
     with pytest.raises(
-        MxdError, match=r"cannot read .*shard-000004: its tensors have another SHA-256 than was written"
+        MxdError, match=r"cannot read .*shard-000004: its tensors have another SHA-256 than when they were written"
     ):
         list(cached_batches(cache, LAYERS))
 
@@ -571,7 +573,7 @@ def test_what_comes_before_a_damaged_shard_is_read(cache, whole):
 
 def free(monkeypatch, n):
     asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or namedtuple("Disk", "free")(n))
+    monkeypatch.setattr("psutil.disk_usage", lambda path: asked.append(Path(path)) or namedtuple("Disk", "free")(n))
     return asked
 
 
@@ -1101,7 +1103,7 @@ def test_a_text_that_has_no_files_is_known_by_its_token_ids(
     if streamed and change is CHANGES["appended"]:  # of a stream, what comes later is not of the cache
         cache_activations(config, folder, gpt2)
     else:
-        with pytest.raises(MxdError, match=r"the text, or its tokenizer, is not what it was|the text is another than"):
+        with pytest.raises(MxdError, match=r"the text or its tokenizer has changed|the text has changed since"):
             cache_activations(config, folder, gpt2)
         assert contents(folder) == before
         (own_text / "a.jsonl").write_text(good)

@@ -122,7 +122,7 @@ def test_unchanged_it_goes_on_bit_for_bit(stopped, whole, gpt2):
 )
 def test_another_text(stopped, gpt2, lines):
     write_text(Path(stopped.data.source), lines)
-    refused(stopped, gpt2, "the text, or its tokenizer, is not what it was: its token ids had the hash ")
+    refused(stopped, gpt2, "the text or its tokenizer has changed: its token ids had the hash ")
 
 
 def test_another_tokenizer(stopped, gpt2, tokenizer):
@@ -131,7 +131,7 @@ def test_another_tokenizer(stopped, gpt2, tokenizer):
     refused(stopped, load_frozen(gpt2.module, tokenizer=other), "ids from 0 to 4096, and the model knows 0 ... 4095")
     other = copy.deepcopy(tokenizer)
     other.eos_token = "a"
-    refused(stopped, load_frozen(gpt2.module, tokenizer=other), "the text, or its tokenizer, is not what it was")
+    refused(stopped, load_frozen(gpt2.module, tokenizer=other), "the text or its tokenizer has changed")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_mixed_cache_with_other_shards(tmp_path, gpt2, monkeypatch, change):
         write_text(tmp_path / "text" / "train.jsonl", LINES[::-1])
     cache_activations(config_of(tmp_path, training={"tokens": 64 * (14 if change == "grown" else 12)}), cache, gpt2)
     with pytest.raises(
-        MxdError, match="has other shards than when the run was saved, so they would be mixed otherwise"
+        MxdError, match="has other shards than when the run was saved, so they would be mixed differently"
     ):
         train(config, resume=True, model=gpt2)
 
@@ -343,12 +343,12 @@ def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, s
         lines[place] = "Another line."
         with monkeypatch.context() as patch:
             patch.setattr("mxd.data.activations._fill", fail)
-            with pytest.raises(MxdError, match="the text, or its tokenizer, is not what it was: its token ids had the"):
+            with pytest.raises(MxdError, match="the text or its tokenizer has changed: its token ids had the"):
                 train(config, resume=True, model=gpt2)
         lines[place] = LINES[place]
         assert contents(config.folder) == before
     lines[:] = LINES[:10]
-    with pytest.raises(MxdError, match="and have none, for it ends before"):
+    with pytest.raises(MxdError, match="and now have none, since it ends before"):
         train(config, resume=True, model=gpt2)
     lines[:] = [*LINES[:300], *later[::-1]]
     train(config, resume=True, model=gpt2)
