@@ -138,6 +138,7 @@ def text_sums(
 
 
 def _pearson(rows: Float[Tensor, "units texts"], score: Float[Tensor, " texts"]) -> Float[Tensor, " units"]:
+    """Return Pearson's correlation of each row with the score; 0 for a constant row."""
     centred, score = rows - rows.mean(1, keepdim=True), score - score.mean()
     norms = centred.norm(dim=1)
     r = centred @ score / (norms * score.norm()).clamp_min(1e-300)
@@ -145,17 +146,20 @@ def _pearson(rows: Float[Tensor, "units texts"], score: Float[Tensor, " texts"])
 
 
 def _entries(dense: Float[Tensor, "texts units"], first: int) -> Entries:
+    """Return the entries that are not zero; the rows are the texts from number ``first`` on."""
     text, unit = dense.nonzero(as_tuple=True)
     return unit, text + first, dense[text, unit]
 
 
 def _by_unit(entries: Sequence[Entries]) -> Entries:
+    """Return all entries sorted by unit, so that those of a range of units are one slice."""
     unit, text, value = (torch.cat(parts) for parts in zip(*entries, strict=True))
     order = unit.argsort()
     return unit[order], text[order], value[order]
 
 
 def _dense(entries: Entries, start: int, shape: tuple[int, int]) -> Float[Tensor, "units texts"]:
+    """Return the entries of ``shape[0]`` units from ``start`` on as a matrix."""
     unit, text, value = entries
     low, high = torch.searchsorted(unit, torch.tensor([start, start + shape[0]])).tolist()
     dense = value.new_zeros(shape)

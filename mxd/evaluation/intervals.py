@@ -89,6 +89,7 @@ class IntervalSamples:
             return []
         rows = rows[np.argsort(-rows["key"], kind="stable")]
         largest = float(self.largest[unit])
+        # equal widths on the scale of activations; each end is then moved to the nearest step of the grid
         ends = [round(STEPS * math.log2(largest * interval / INTERVALS)) for interval in range(1, INTERVALS)]
         values = [0.0, *(2 ** (end / STEPS) for end in ends), largest]
         interval_of = np.searchsorted(ends, rows["level"], side="right")

@@ -156,7 +156,7 @@ def choose(
         return logits.argmax(-1)
     p, order = (logits.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     below = p.cumsum(-1) - p  # probability of all likelier tokens; the set ends where it reaches top_p
-    up_to = (p * (below < top_p)).cumsum(-1)
+    up_to = (p * (below < top_p)).cumsum(-1)  # the inverse of this, scaled to the set's total, gives the token
     reached = up_to > draws.to(p).unsqueeze(-1) * up_to[:, -1:]
     return order.gather(-1, reached.int().argmax(-1, keepdim=True)).squeeze(-1)
 

@@ -72,6 +72,7 @@ class _Span:
         high = known[-1] if axis.high is None else axis.high
         if low == high:
             low, high = (low * 0.8, high * 1.25) if axis.scale == "log" else (low - 0.5, high + 0.5)
+        # Given ticks widen the range to hold them; linear axes end at ticks; logarithmic ones leave a margin.
         if axis.ticks is not None:
             ticks = list(axis.ticks)
             low, high = min(low, *ticks), max(high, *ticks)

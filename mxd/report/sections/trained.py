@@ -85,9 +85,9 @@ def _said(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _masked(layer: Layer) -> str:
+def _excluded(layer: Layer) -> str:
     ids = layer.provenance.excluded_ids
-    return f"token ids {', '.join(map(str, ids))}: left out of training, and the base MLP answers there" if ids else ""
+    return f"token ids {', '.join(map(str, ids))}: left out of training" if ids else ""
 
 
 FACTS: dict[str, Callable[[Layer], str]] = {
@@ -98,7 +98,7 @@ FACTS: dict[str, Callable[[Layer], str]] = {
     "tokens": lambda layer: f"{layer.provenance.tokens:,}",
     "recipe": _recipe,
     "seed": lambda layer: str(layer.provenance.seed),
-    "masked": _masked,
+    "excluded": _excluded,
     "layers read": lambda layer: layer.provenance.input_convention,
     "versions": lambda layer: ", ".join(f"{name} {v}" for name, v in layer.provenance.versions.items()),
 }
