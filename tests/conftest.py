@@ -117,7 +117,7 @@ def bridge(family_name, build_model):
 
 @pytest.fixture(scope="session", params=["tiny-gpt2", "tiny-neox", "tiny-llama"])
 def trained(request):
-    """The bundled, really trained models in turn; not to be changed for good."""
+    """The bundled trained models in turn; not to be changed for good."""
     from mxd.model.loading import load_frozen
 
     return load_frozen(request.param, device="cpu")
