@@ -208,7 +208,7 @@ def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path)
         {"config": run, "own": {"1": {"config": run | {"replacements": sparser}}}}
         | {"expect": "settings: replacements.0.sparsity.k is 8 in rank 0, 4 in rank 1. Start"},
         {"config": run, "cache": str(out / "a"), "own": {"1": {"cache": str(out / "b")}}}
-        | {"expect": f"same: folder is '{out}/a' in rank 0, '{out}/b' in rank 1. Start"},
+        | {"expect": f"settings: folder is '{out}/a' in rank 0, '{out}/b' in rank 1. Start"},
         {"config": run, "cache": str(out / "a"), "own": {"1": {"config": run | {"seed": 7}}}}
         | {"expect": "settings: seed is 0 in rank 0, 7 in rank 1. Start"},
     )
