@@ -211,11 +211,11 @@ def test_processes_that_were_told_different_things_write_nothing(tmp_path: Path)
         {"config": run, "own": {"1": {"groups": 1}}, "expect": "--groups is None in rank 0, 1 in rank 1. Start"},
         {"config": run, "own": {"0": {"resume": True}}, "expect": "--resume is True in rank 0, False in rank 1. Start"},
         {"config": run, "own": {"1": {"config": run | {"replacements": sparser}}}}
-        | {"expect": "same: replacements.0.sparsity.k is 8 in rank 0, 4 in rank 1. Start"},
+        | {"expect": "settings: replacements.0.sparsity.k is 8 in rank 0, 4 in rank 1. Start"},
         {"config": run, "cache": str(out / "a"), "own": {"1": {"cache": str(out / "b")}}}
-        | {"expect": f"same: folder is '{out}/a' in rank 0, '{out}/b' in rank 1. Start"},
+        | {"expect": f"settings: folder is '{out}/a' in rank 0, '{out}/b' in rank 1. Start"},
         {"config": run, "cache": str(out / "a"), "own": {"1": {"config": run | {"seed": 7}}}}
-        | {"expect": "same: seed is 0 in rank 0, 7 in rank 1. Start"},
+        | {"expect": "settings: seed is 0 in rank 0, 7 in rank 1. Start"},
     )
     assert not out.exists()
 
