@@ -275,7 +275,7 @@ def test_what_one_process_raises_is_heard_by_all(what: str) -> None:
     """Its own error with all that belongs to it, and in the others one line that names it."""
     heard = {
         "fail": "LostError, shared: rank 1 of 2 failed: ValueError: an oversight. Earlier saves are intact.\n",
-        "leave": "start all of it with --resume.\nrank 1: out of luck\n",
+        "leave": "start the whole launch again with --resume.\nrank 1: out of luck\n",
     }
     own = {"fail": 'raise ValueError("an oversight")', "leave": "MxdError, own: out of luck\nand of memory\n"}
     with talking(what) as (first, second):
