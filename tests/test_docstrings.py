@@ -60,4 +60,6 @@ def test_public_functions_say_what_they_raise(file):
         text = ast.get_docstring(function) or ""
         raised = [node for node in own_nodes(function) if isinstance(node, ast.Raise) and node.exc is not None]
         if raised:
-            assert any(word in text for word in ("Raises", "raises", "rrors")), f"{file}: {name} raises and does not say so"
+            assert any(word in text for word in ("Raises", "raises", "rrors")), (
+                f"{file}: {name} raises and does not say so"
+            )

@@ -1158,7 +1158,10 @@ def other_gpt2(build_model, tokenizer):
         ({"training": {"batch_tokens": 32}}, "batch_tokens: 64, asked for 32"),
         ({"training": {"buffer_tokens": 256}}, "buffer_tokens: 192, asked for 256"),
         ({"blocks": [1, 2]}, "it has blocks 0, 2, asked for 1"),
-        ({"training": {"tokens": 704}}, "holds 640 tokens, the run asks for 704; lower training.tokens, .* or continue"),
+        (
+            {"training": {"tokens": 704}},
+            "holds 640 tokens, the run asks for 704; lower training.tokens, .* or continue",
+        ),
     ],
 )
 def test_a_run_refuses_a_cache_of_something_else(tmp_path, gpt2, text, cached, fields, message):
