@@ -12,7 +12,7 @@ own token is not. The blocks below the lowest spliced one run once for all repla
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class MeasuredSet:
         self.ways = Ways(model, replacements, excluded)
         self.layers = self.ways.full.splice.layers
         self.reconstructions = {
-            number: Reconstruction(layer, Account(layer) if isinstance(layer, ReplacementLayer) else None)
+            number: Reconstruction(layer, Account(layer) if _is_additive(layer) else None)
             for number, layer in self.layers.items()
         }
 
@@ -356,6 +356,11 @@ def _second_pass(
 def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
     ablated = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
     return splice.prediction.report() | ablated | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
+
+
+def _is_additive(layer: nn.Module) -> TypeGuard[ReplacementLayer]:
+    """Whether a layer's output is a sum over units, so that there is an account of what it is made of."""
+    return isinstance(layer, ReplacementLayer) and layer.additive
 
 
 def recovered(splice: Prediction, zero: Prediction) -> float | None:

@@ -165,6 +165,20 @@ def test_the_base_mlp_itself_is_perfectly_faithful(model: FrozenModel, rows: np.
     assert found["blocks"][str(LAYER)]["fvu"] == 0
 
 
+def test_a_layer_that_is_not_additive_has_no_account(
+    model: FrozenModel, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts interact, so shares of them would mean nothing; all else is measured."""
+    layer = layer_for(model)
+    monkeypatch.setattr(type(layer), "additive", False)
+    found = evaluate(model, {"a": {LAYER: layer}}, contexts_of(rows), rows.size, [])["a"]
+    assert found["ce_increase"] != 0 and set(found["blocks"][str(LAYER)]) == {
+        "normalized_mse",
+        "fvu",
+        "explained_variance",
+    }
+
+
 def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) -> None:
     from mxd.evaluation.faithfulness import Constant
 
