@@ -161,12 +161,12 @@ def take_cache(name: str) -> Callable[[Path], None]:
 
 
 CASES = (
-    Case("text appended", lambda at: write_text(at, [*read_text(at), "One more line."]), "the text, or its tokenizer"),
-    Case("text reordered", lambda at: write_text(at, read_text(at)[::-1]), "the text, or its tokenizer"),
+    Case("text appended", lambda at: write_text(at, [*read_text(at), "One more line."]), "the text or its tokenizer"),
+    Case("text reordered", lambda at: write_text(at, read_text(at)[::-1]), "the text or its tokenizer"),
     Case(
         "one word of the text",
         lambda at: write_text(at, ["Word " + read_text(at)[0], *read_text(at)[1:]]),
-        "the text, or",
+        "the text or",
     ),
     Case("seed, in config.yaml", edit(seed=1), "seed was 0, is 1"),
     Case("seed, with the command", lambda at: None, "seed was 0, is 1", ("--seed", "1")),
