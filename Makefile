@@ -17,8 +17,8 @@ PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 test: $(READY)
 	$(PYTEST) -m "not long"
 
-test-all: $(READY)
-	$(PYTEST)
+test-all: test
+	$(PYTEST) -m long
 
 # Only as root and from the system's own packages, and never a reason to fail: without a browser its tests are skipped.
 browser:

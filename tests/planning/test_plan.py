@@ -18,7 +18,7 @@ from mxd.layers.objective import forward_backward
 from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
-from mxd.planning.memory import check_memory, peak, plan_run, prepare
+from mxd.planning.memory import GZIP_RATIO, TEXT_BYTES, _text_bytes, check_memory, peak, plan_run, prepare
 from mxd.planning.profiler import meter
 from mxd.planning.time import Speeds, expected, product_seconds, step_times
 from mxd.training.trainer import as_recorded, train
@@ -284,3 +284,13 @@ def test_speeds_and_free_disk_of_this_machine(tmp_path: Path, monkeypatch: pytes
     cpu = torch.device("cpu")
     assert product_speed(cpu) > 1e8 and copy_speed(cpu) > 1e7
     assert free_disk(tmp_path / "not" / "there") == pytest.approx(free_disk(tmp_path), rel=0.1)
+
+
+def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "words"}\n' * 100)
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"." * 50)
+    plain = sum(file.stat().st_size for file in tmp_path.glob("*.jsonl"))
+    for source, total in (("*.jsonl", plain), ("0.jsonl", plain // 2), ("*.gz", 50 * GZIP_RATIO), ("none.txt", 0)):
+        config = small(tmp_path / "runs", data={"source": str(tmp_path / source)})
+        assert _text_bytes(config) == TEXT_BYTES * total
