@@ -32,7 +32,7 @@ from torch import Tensor
 from mxd.artifacts.provenance import versions
 from mxd.data.activations import activation_batches
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
-from mxd.layers.objective import normalize, squared_error
+from mxd.layers.losses import normalize, squared_error
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, load_frozen
 from mxd.ops import use_triton

@@ -13,7 +13,7 @@ from torch import Tensor
 from mxd.data.activations import activation_batches
 from mxd.data.contexts import special_ids, token_contexts
 from mxd.data.text import documents
-from mxd.layers.objective import normalized_mse
+from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 

@@ -38,6 +38,8 @@ ORDER = [
 LAYERS_ORDER = [
     "gates",
     "sparsity",
+    "config",
+    "losses",
     "base",
     "objective",
     "sizing",
@@ -61,9 +63,17 @@ FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py")) if "asse
 
 
 def imports(name):
-    """Every module that a file imports, at its top or inside a function; submodules are told from attributes."""
+    """Every module that a file imports, at its top or inside a function; submodules are told from attributes.
+
+    What is imported for annotations alone, of a config and the layer it builds, is not imported when a program runs.
+    """
     path, found = FILES[name], set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            assert name == "mxd.layers.config"
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

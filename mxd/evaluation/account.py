@@ -20,7 +20,7 @@ from torch import Tensor
 from mxd.evaluation.ranks import weight_ranks
 from mxd.evaluation.walk import CodeMoments
 from mxd.layers import Code, ReplacementLayer
-from mxd.layers.objective import normalized_mse
+from mxd.layers.losses import normalized_mse
 
 STABLE_RANKED = 32
 """Units whose stable rank is taken here; `mxd structure` takes it of 2,000."""

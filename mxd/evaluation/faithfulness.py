@@ -27,7 +27,7 @@ from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.harness import Tasks, score
 from mxd.evaluation.walk import Mean, cross_entropy, evaluation_mode, next_token_logits, streamed
 from mxd.layers import ReplacementLayer
-from mxd.layers.objective import normalized_mse
+from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, FaithfulnessConfig
 from mxd.splice import Replacement, Splice, Where

@@ -29,7 +29,7 @@ from mxd.data.labelled import LabelledTexts, labelled_texts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.probes import Units, k_sparse_accuracy, probe_class
 from mxd.evaluation.walk import padded
-from mxd.layers.base import ACTIVATIONS
+from mxd.layers.config import ACTIVATIONS
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from mxd.common.errors import MxdError, unknown
-from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementConfig, ReplacementLayer
+from mxd.layers.base import ReplacementLayer
+from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
@@ -45,6 +46,7 @@ __all__ = [
     "LAYERS",
     "AnyReplacement",
     "Code",
+    "Covariance",
     "Gate",
     "Initialisation",
     "MLPShape",

@@ -12,166 +12,25 @@ layer.config             -> its frozen config; ``config.num_params`` equals the 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
+from mxd.layers.config import Covariance, Initialisation, ReplacementConfig
 from mxd.layers.gates import Code, Gate
-from mxd.layers.sparsity import AnySparsity, TopKConfig
+from mxd.layers.losses import normalize, squared_error
 from mxd.ops import sparse_decode
 
-C = TypeVar("C", bound="ReplacementConfig")
 T = TypeVar("T")
-
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-Initialisation = Literal["paper", "centred"]
 
 BOS_RADIUS = 0.05
 """An input within this distance of the stored BOS input, relative to its norm, is taken for BOS. In float32 BOS itself
 is less than 1e-5 away. At block 28 of SmolLM2 one token in 6,000, the first words of contexts, comes nearer than this
 (0.002 to 0.05): the stored constant is used there, too, and is off by up to 20%. At block 9 the nearest other token is
 0.045 away, an EOS."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
-@dataclass(frozen=True)
-class MLPShape:
-    """What a replacement needs to know of the MLP it replaces; ``None`` where it could not be read."""
-
-    d_in: int
-    d_out: int
-    hidden: int | None = None
-    activation: Activation | None = None
-    glu: bool | None = None
-
-
-@dataclass(frozen=True)
-class MLPWeights:
-    """A base MLP's weights: ``y = act(x E^T + b_E) D + b``, or ``y = (act(x E_glu^T) * (x E^T + b_E)) D + b``."""
-
-    encoder: Float[Tensor, "hidden d_in"]
-    encoder_bias: Float[Tensor, " hidden"] | None
-    encoder_glu: Float[Tensor, "hidden d_in"] | None
-    decoder: Float[Tensor, "hidden d_out"]
-    decoder_bias: Float[Tensor, " d_out"] | None
-
-
-class ReplacementConfig(BaseModel, ABC):
-    """Fields common to all methods. ``None`` means: take it from the base MLP, or size it to the budget."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    reads: ClassVar[Literal["mlp_in", "mlp_out"]] = "mlp_in"
-    """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""
-
-    d_in: PositiveInt | None = None
-    """Width of the layer's input; taken from the base model."""
-    d_out: PositiveInt | None = None
-    """Width of the layer's output; taken from the base model."""
-    num_units: PositiveInt | None = None
-    """Number of units (experts or features); by default sized to the parameter budget."""
-    sparsity: AnySparsity = TopKConfig()
-    """How units are chosen."""
-    bos_constant: bool = False
-    """Store the MLP's input and output at BOS in position 0, the same in every context of a causal model, and answer
-    with that output there. Set from ``data.bos_constant``."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """The method's short name in tables and figures, as the papers write it."""
-
-    @property
-    def num_params(self) -> int:
-        """The number of parameters; equals the sum over the built layer's parameters."""
-        return self.learned_params + ((self.d_in or 0) + (self.d_out or 0) if self.bos_constant else 0)
-
-    @property
-    @abstractmethod
-    def learned_params(self) -> int:
-        """The number of learnable parameters: all but a stored constant."""
-
-    @abstractmethod
-    def resolve(self, mlp: MLPShape) -> "ReplacementConfig":
-        """Return a copy whose open fields are taken from the base MLP (all but ``num_units``)."""
-
-    @abstractmethod
-    def paper_units(self, width: int) -> int:
-        """Return the number of units by the MxD paper's convention, against a transcoder of ``width`` features."""
-
-    @abstractmethod
-    def _make(self) -> "ReplacementLayer":
-        """Make the module; weights are drawn from torch's global generator."""
-
-    def build(self, seed: int = 0) -> "ReplacementLayer":
-        """Build the layer with the paper's initialisation, the same for the same seed, in float32 on the CPU.
-
-        Raises:
-            MxdError: a field is still open.
-        """
-        missing = [name for name in type(self).model_fields if getattr(self, name) is None]
-        if missing:
-            raise MxdError(
-                f"cannot build {self.label}: {', '.join(missing)} not set; "
-                "call config.resolve(mlp_shape) and mxd.layers.size(...), or give the values."
-            )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            layer = self._make()
-        layer.sparsity.seed(seed)
-        return layer
-
-    def sized(self: C, budget: int) -> C:
-        """Return a copy with the number of units whose true parameter count is nearest to ``budget``.
-
-        A stored constant is not part of the budget. This solves for ``num_units``: the count is affine in it, so two
-        evaluations determine it. A method where it is not (product keys, hierarchies) solves for a field of its own.
-
-        Args:
-            budget: number of parameters.
-
-        Raises:
-            MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
-        """
-        one, two = (self.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
-        per_unit = two - one
-        units = round((budget - one) / per_unit) + 1
-        if units < 1:
-            raise MxdError(
-                f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
-                f"({one - per_unit:,}); raise sizing.expansion."
-            )
-        return self.model_copy(update={"num_units": units})
-
-    @property
-    def slug(self) -> str:
-        """A name for folders: the method and its sparsity, for example ``mxd-k32``."""
-        return f"{self.label.lower()}-{self.sparsity.slug}"
-
-    def with_defaults(self: C, **fields: object) -> C:
-        """Return a validated copy with the fields that are still ``None`` here set to the given values."""
-        open_fields = {k: v for k, v in fields.items() if getattr(self, k) is None}
-        return type(self).model_validate(self.model_dump() | open_fields)
-
-    @model_validator(mode="after")
-    def _check_k(self) -> "ReplacementConfig":
-        k = self.sparsity.max_k
-        if self.num_units is not None and k is not None and k > self.num_units:
-            raise ValueError(f"k = {k} is more than num_units = {self.num_units}; lower k or raise num_units")
-        return self
 
 
 class ReplacementLayer(nn.Module, ABC):
@@ -220,7 +79,7 @@ class ReplacementLayer(nn.Module, ABC):
                 adds its mean direction, since ``unit_output`` is linear in it.
         """
         rows = self._rows(x)
-        states = self._hidden(rows) if hidden is None else hidden.to(rows).expand(len(rows), -1)
+        states = None if hidden is None else hidden.to(rows).expand(len(rows), -1)
         out = self._decode(rows, code.reshape(rows.shape[:1]), states)
         if self.bos_out is not None:
             out = torch.where(self._at_bos(rows).unsqueeze(-1), self.bos_out, out)
@@ -288,9 +147,35 @@ class ReplacementLayer(nn.Module, ABC):
         """Return what the sparsity adds to the training loss: zero for top-k, the L1 term for ReLU + L1."""
         return self.sparsity.penalty(code, self.unit_norms, self.factor_norms)
 
+    def loss(
+        self, x: Float[Tensor, "*batch d_in"], code: Code, y: Float[Tensor, "*batch d_out"]
+    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, ""]]:
+        """Return each token's squared error, and what training minimises: their normalized MSE (MxD, section 3.1).
+
+        Args:
+            x: what the layer reads.
+            code: the code of ``x``.
+            y: the MLP's outputs.
+        """
+        error = squared_error(self.decode(x, code), y)
+        return error, normalize(error, y)
+
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """Return name -> (i, o) for each parameter that grows with the units of input and output.
+
+        A layer that read ``s x`` and predicted ``t y`` computes the same function of ``x`` and ``y`` once each such
+        parameter is multiplied by ``s^i t^o``; pre-activations stay as they are. Each method adds its own parameters
+        to the output bias, which is (0, -1).
+        """
+        return {"bias": (0, -1)}
+
     @torch.no_grad()
     def initialise(
-        self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Initialisation = "paper"
+        self,
+        mean_in: Float[Tensor, " d_in"],
+        mean_out: Float[Tensor, " d_out"],
+        start: Initialisation = "paper",
+        covariance: Covariance | None = None,
     ) -> None:
         """Set the parameters that are initialised from data.
 
@@ -299,6 +184,7 @@ class ReplacementLayer(nn.Module, ABC):
             mean_out: mean of the MLP's outputs; the output bias begins there (MxD, section 3.1).
             start: ``paper`` leaves the rest as drawn. ``centred`` also centres the pre-activations, so that all units
                 are active equally often at first and few die (not in the paper: docs/recipes.md).
+            covariance: second moments of the first tokens, given where ``config.needs_covariance``.
         """
         self.bias.copy_(mean_out)
         if start == "centred":
@@ -331,9 +217,9 @@ class ReplacementLayer(nn.Module, ABC):
 
     @abstractmethod
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens width"]
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens width"] | None
     ) -> Float[Tensor, "tokens d_out"]:
-        """Decode rows, given their hidden states."""
+        """Decode rows, given their hidden states; ``None``: those of ``x``, as far as the code needs them."""
 
     def _at_bos(self, rows: Float[Tensor, "tokens d_in"]) -> Bool[Tensor, " tokens"]:
         if self.bos_in is None:

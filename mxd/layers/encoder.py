@@ -12,15 +12,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
-from mxd.layers.base import (
-    ACTIVATIONS,
-    Activation,
-    MLPShape,
-    MLPWeights,
-    ReplacementConfig,
-    linear_init,
-    zeros,
-)
+from mxd.layers.base import linear_init, zeros
+from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, MLPWeights, ReplacementConfig
 
 C = TypeVar("C", bound="EncodedConfig")
 
@@ -39,6 +32,12 @@ class EncodedConfig(ReplacementConfig):
     def encoder_params(self) -> int:
         """Number of the encoder's parameters, biases included."""
         return (2 if self.glu else 1) * (self.hidden or 0) * ((self.d_in or 0) + 1)
+
+    @property
+    def unfactorised_params(self) -> int:
+        """Parameters of as many experts with a matrix ``[hidden, d_out]`` each, that share encoder and gate."""
+        d, o, n, h = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden))
+        return self.encoder_params + n * (d + 1) + n * h * o + o
 
     def resolve_encoder(self: C, mlp: MLPShape) -> C:
         """Return a copy with widths, activation and encoder form taken from the base MLP.
@@ -75,6 +74,10 @@ class DenseEncoder(nn.Module):
         if self.glu_weight is None:
             return self.activation(linear)
         return self.activation(F.linear(x, self.glu_weight, self.glu_bias)) * linear
+
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``, of a layer whose ``encoder`` this is."""
+        return {"encoder.weight": (1, 0)} | ({"encoder.glu_weight": (1, 0)} if self.glu_weight is not None else {})
 
     def copy_from(self, base: MLPWeights) -> None:
         """Copy the base MLP's encoder; a missing bias is zero.

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mxd.layers.base import MLPShape, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.config import MLPShape
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 from mxd.layers.gates import Code, LinearGate
 from mxd.layers.sizing import transcoder_params
@@ -38,7 +39,7 @@ class CPMuMoEConfig(EncodedConfig):
         return f"cp-mumoe-r{self.rank}-{self.sparsity.slug}"
 
     @property
-    def learned_params(self) -> int:
+    def layer_params(self) -> int:
         """Encoder, gate with biases, the three factors and the output bias."""
         d, o, n, h, r = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden, self.rank))
         return self.encoder_params + n * (d + 1) + n * r + h * r + r * o + o
@@ -84,6 +85,10 @@ class CPMuMoE(ReplacementLayer):
         """Return ``W_n = D' diag(c'_n) W``."""
         return (self.input_factor * self.expert_factor[n]) @ self.output_factor
 
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``; of the three factors the last alone has a unit."""
+        return super().scaling() | self.encoder.scaling() | {"gate": (1, 0), "output_factor": (0, -1)}
+
     def unit_norms(self) -> Float[Tensor, " units"]:
         """Return ``||W_n||_F``, whose square is ``c'_n ((D'^T D') * (W W^T)) c'_n^T``."""
         gram = (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)
@@ -97,6 +102,7 @@ class CPMuMoE(ReplacementLayer):
         return self.encoder(x) @ self.input_factor
 
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens rank"]
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens rank"] | None
     ) -> Float[Tensor, "tokens d_out"]:
+        hidden = self._hidden(x) if hidden is None else hidden
         return (code_product(code, self.expert_factor) * hidden) @ self.output_factor + self.bias

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import Initialisation, MLPShape, MLPWeights, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 from mxd.layers.gates import Code, LinearGate
 
@@ -29,7 +30,7 @@ class MxDConfig(EncodedConfig):
         return "MxD"
 
     @property
-    def learned_params(self) -> int:
+    def layer_params(self) -> int:
         """Encoder, gate with biases, C, D and the output bias."""
         d, o, n, h = self.d_in or 0, self.d_out or 0, self.num_units or 0, self.hidden or 0
         return self.encoder_params + n * (d + 1) + n * o + h * o + o
@@ -94,6 +95,10 @@ class MxD(ReplacementLayer):
         """Return ``||c_n||``."""
         return self.expert_scale.square().sum(-1).clamp_min(1e-30).sqrt()
 
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``; ``C`` has no unit."""
+        return super().scaling() | self.encoder.scaling() | {"gate": (1, 0), "decoder": (0, -1)}
+
     def copy_base(self, base: MLPWeights) -> None:
         """Become the base MLP exactly: E, D and b copied, and expert 0 always on with ``a_0 = 1``, ``c_0 = 1``.
 
@@ -114,10 +119,14 @@ class MxD(ReplacementLayer):
 
     @torch.no_grad()
     def initialise(
-        self, mean_in: Float[Tensor, " d_in"], mean_out: Float[Tensor, " d_out"], start: Initialisation = "paper"
+        self,
+        mean_in: Float[Tensor, " d_in"],
+        mean_out: Float[Tensor, " d_out"],
+        start: Initialisation = "paper",
+        covariance: Covariance | None = None,
     ) -> None:
         """As ``ReplacementLayer.initialise``; ``centred`` also makes ``C`` ``SPREAD`` times as large as drawn."""
-        super().initialise(mean_in, mean_out, start)
+        super().initialise(mean_in, mean_out, start, covariance)
         if start == "centred":
             self.expert_scale.mul_(SPREAD)
 
@@ -125,6 +134,7 @@ class MxD(ReplacementLayer):
         return self.encoder(x) @ self.decoder
 
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_out"]
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_out"] | None
     ) -> Float[Tensor, "tokens d_out"]:
+        hidden = self._hidden(x) if hidden is None else hidden
         return torch.addcmul(self.bias, code_product(code, self.expert_scale), hidden)

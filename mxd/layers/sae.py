@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pydantic import model_validator
 from torch import Tensor
 
-from mxd.layers.base import MLPShape, ReplacementConfig
+from mxd.layers.config import MLPShape, ReplacementConfig
 from mxd.layers.gates import Code
 from mxd.layers.sizing import transcoder_params
 from mxd.layers.transcoder import FeatureLayer
@@ -38,7 +38,7 @@ class TopKSAEConfig(ReplacementConfig):
         return "SAE"
 
     @property
-    def learned_params(self) -> int:
+    def layer_params(self) -> int:
         """Encoder with biases, decoder and output bias."""
         return transcoder_params(self.d_in or 0, self.d_out or 0, self.num_units or 0)
 
@@ -64,6 +64,6 @@ class TopKSAE(FeatureLayer):
         self.decoder.data.copy_(F.normalize(self.encoder.data, dim=1))
 
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"]
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         return self.features_out(code)

@@ -3,7 +3,7 @@
 from typing import Literal, TypeVar
 
 from mxd.common.errors import MxdError
-from mxd.layers.base import ReplacementConfig
+from mxd.layers.config import ReplacementConfig
 
 Match = Literal["exact", "paper"]
 C = TypeVar("C", bound=ReplacementConfig)

@@ -6,13 +6,14 @@ All apply ReLU to the pre-activations first, so activations are non-negative (Mx
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from mxd.common.processes import ALONE, Processes
 from mxd.layers.gates import Code, Gate
 from mxd.ops import CandidateDtype, Selection
 
@@ -29,6 +30,10 @@ class Sparsity(nn.Module, ABC):
 
     candidates: CandidateDtype = "float32"
     """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
+    processes: Processes = ALONE
+    """Those that take each training step together: statistics of a batch are taken over all of them."""
+    widening: float = 1.0
+    """In training, K is multiplied by this: set before each step where K falls during a run (``training.k_start``)."""
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
@@ -55,6 +60,8 @@ class Sparsity(nn.Module, ABC):
             gate: the layer's gate.
             k: how many.
         """
+        if self.training:
+            k = min(round(k * self.widening), gate.units)
         selection = Selection()
         activations, indices = gate.top(x, k, self.candidates if self.training else "float32", selection)
         return Code(activations, indices, selection=selection)
@@ -65,6 +72,11 @@ class SparsityConfig(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    general: ClassVar[bool] = True
+    """Whether it works with every method whose gate gives one score for each unit (one head)."""
+    kind: str
+    """The kind's name."""
+
     @property
     @abstractmethod
     def max_k(self) -> int | None:
@@ -74,6 +86,10 @@ class SparsityConfig(BaseModel, ABC):
     @abstractmethod
     def slug(self) -> str:
         """A short name for folders and figures."""
+
+    def num_params(self, units: int) -> int:
+        """Return the number of parameters that the kind learns for a layer of ``units`` units."""
+        return 0
 
     @abstractmethod
     def build(self, units: int) -> Sparsity:

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import MLPShape, ReplacementConfig, ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.config import MLPShape, ReplacementConfig
 from mxd.layers.gates import Code, LinearGate
 from mxd.layers.sizing import transcoder_params
 
@@ -49,6 +50,10 @@ class FeatureLayer(ReplacementLayer):
     def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens 0"]:
         return x.new_empty(len(x), 0)
 
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``."""
+        return super().scaling() | {"encoder": (1, 0), "decoder": (0, -1)}
+
     def features_out(self, code: Code) -> Float[Tensor, "tokens d_out"]:
         """Return ``z D + b``."""
         return code_product(code, self.decoder) + self.bias
@@ -68,7 +73,7 @@ class TranscoderConfig(ReplacementConfig):
         return "STC" if self.skip else "TC"
 
     @property
-    def learned_params(self) -> int:
+    def layer_params(self) -> int:
         """Encoder with biases, decoder, output bias, and the skip's matrix."""
         d, o = self.d_in or 0, self.d_out or 0
         return transcoder_params(d, o, self.num_units or 0) + (d * o if self.skip else 0)
@@ -94,8 +99,12 @@ class Transcoder(FeatureLayer):
         super().__init__(config)
         self.skip = zeros(config.d_in or 0, config.d_out or 0) if config.skip else None
 
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``."""
+        return super().scaling() | ({"skip": (1, -1)} if self.skip is not None else {})
+
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"]
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         out = self.features_out(code)
         return out if self.skip is None else torch.addmm(out, x, self.skip)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxd.common.errors import MxdError, first_line
 from mxd.layers import MLPShape, MLPWeights
-from mxd.layers.base import Activation
+from mxd.layers.config import Activation
 
 
 @dataclass(frozen=True)

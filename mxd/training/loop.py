@@ -12,10 +12,12 @@ from mxd.common.progress import progress
 from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.config import RunConfig
 from mxd.data.activations import Batch, Cursor
+from mxd.data.exchange import RankPart
+from mxd.layers import Covariance
 from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
 from mxd.training.saving import Saver
-from mxd.training.source import bos_activations
+from mxd.training.source import bos_activations, covariances
 from mxd.training.step import Trainee, learning_rate, train_step
 
 STOP_EVERY = 8
@@ -40,6 +42,8 @@ class Loop:
     """The last finished step."""
     cursor: Cursor
     """The position in the text after that step."""
+    shares: Sequence[RankPart]
+    """The part of every batch that each process takes."""
 
     def run(self, stream: Iterator[Batch]) -> None:
         """Train to the last step and write every layer.
@@ -94,13 +98,19 @@ class Loop:
         first = next(batches)
         with self.processes.together():
             bos = bos_activations(self.config, self.base)
+        start, moments = self.config.training.settings.initialisation, self.covariances()
         for trainee in self.trainees:
-            trainee.initialise(
-                first.means[trainee.number], bos.get(trainee.number), self.config.training.settings.initialisation
-            )
+            block = trainee.number
+            trainee.initialise(first.means[block], bos.get(block), start, moments.get(block))
             if self.shard:
                 trainee.shard()
         return chain(iter([first]), batches)  # ``iter``: a list would keep the first batch alive during the whole run
+
+    def covariances(self) -> dict[int, Covariance]:
+        """Return block -> second moments of the first tokens, if some replacement of the run asks for them."""
+        if not any(replacement.needs_covariance for replacement in self.config.replacements):
+            return {}
+        return covariances(self.config, self.base, self.processes, self.trainees[0].processes, self.shares)
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:
         """Return the next batch; where there is none, save what has been trained so far.

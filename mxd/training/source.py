@@ -1,6 +1,7 @@
 """The batches a run trains on: read from the cache its config names, else recorded live from the base model."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.store import Location
 from mxd.data.text import documents, text_hash
+from mxd.layers import Covariance
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 
@@ -183,6 +185,39 @@ def bos_activations(
     for number, (x, y) in sites.items():
         check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
+
+
+def covariances(
+    config: RunConfig, base: FrozenModel, processes: Processes, group: Processes, shares: Sequence[RankPart]
+) -> dict[int, Covariance]:
+    """Return block -> second moments over the first window's batches, for the blocks that this process trains at.
+
+    The stream is read once more for this, so the base model runs over the first window twice.
+
+    Args:
+        config: the run.
+        base: its base model.
+        processes: those that fill one buffer together.
+        group: those among them that take each step together.
+        shares: the part of every batch that each process takes.
+    """
+    sums: dict[int, list[Tensor]] = {}
+    count = 0
+    batches = activation_stream(config, base, None, processes, shares)
+    for batch in islice(
+        batches, max(1, min(config.training.buffer_tokens, config.training.tokens) // config.training.batch_tokens)
+    ):
+        count += len(batch.ids)
+        for block, (x, y) in batch.sites.items():
+            x, y = x.double(), y.double()
+            parts = [x.sum(0), y.sum(0), x.T @ x, x.T @ y, y.T @ y]
+            sums[block] = [a + b for a, b in zip(sums[block], parts, strict=True)] if block in sums else parts
+    total = sum(group.gather(count))
+    found = {}
+    for block, parts in sums.items():
+        x, y, xx, xy, yy = (group.add(part) / total for part in parts)
+        found[block] = Covariance(xx - x.outer(x), xy - x.outer(y), yy - y.outer(y))
+    return found
 
 
 def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mxd.common.processes import ALONE, Processes
 from mxd.config import TrainingConfig
-from mxd.layers import Initialisation, ReplacementConfig, ReplacementLayer
+from mxd.layers import Covariance, Initialisation, ReplacementConfig, ReplacementLayer
 from mxd.layers.objective import forward_backward
 from mxd.ops import CandidateDtype, candidate_dtype
 from mxd.training.metrics import Stats
@@ -33,15 +33,18 @@ class Trainee:
     processes: Processes = ALONE
     """Its group: they take each step together, each with an equal part of the batch."""
 
-    def initialise(self, means: Site, bos: Site | None, initialisation: Initialisation) -> None:
+    def initialise(
+        self, means: Site, bos: Site | None, initialisation: Initialisation, covariance: Covariance | None = None
+    ) -> None:
         """Initialise from the data what is not drawn at random.
 
         Args:
             means: means of the MLP's inputs and outputs.
             bos: input and output at BOS in position 0, for a layer that stores them.
             initialisation: as for ``ReplacementLayer.initialise``.
+            covariance: second moments, for a layer that asks for them.
         """
-        self.layer.initialise(self.layer.read(*means), means[1], initialisation)
+        self.layer.initialise(self.layer.read(*means), means[1], initialisation, covariance)
         if bos is not None:
             self.layer.store_bos(self.layer.read(*bos), bos[1])
 
@@ -127,6 +130,7 @@ def new_trainee(
     """
     layer = config.build(seed).to(device).train()
     layer.sparsity.candidates = candidate_dtype(device, candidates)
+    layer.sparsity.processes = processes
     stats = Stats(layer.num_units, config.d_out or 0, device)
     return Trainee(name, number, layer, _adam(layer), stats, processes)
 

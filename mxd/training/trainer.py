@@ -99,7 +99,7 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
         stream = activation_stream(config, base, cursor, processes, layout.shares)
     saver.begin(state, resume)
     with _products(config.training.tf32), _repeatable(config.training.deterministic):
-        Loop(config, base, trainees, metrics, saver, processes, shard, step, cursor).run(stream)
+        Loop(config, base, trainees, metrics, saver, processes, shard, step, cursor, layout.shares).run(stream)
     return config.folder
 
 

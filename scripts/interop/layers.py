@@ -14,7 +14,7 @@ from mxd.artifacts.provenance import Provenance
 from mxd.data.activations import activation_batches
 from mxd.data.contexts import special_ids, token_contexts
 from mxd.data.text import documents
-from mxd.layers.objective import normalized_mse
+from mxd.layers.losses import normalized_mse
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.share.formats import export_layers, import_layers

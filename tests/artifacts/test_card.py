@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import ModelCard, constants
 from loopback_hub import LoopbackHub, check_metadata
 from markdown_it import MarkdownIt
+from variants import GENERAL
 
 from mxd.artifacts.card import Member, layer_card, license_of, set_card
 from mxd.artifacts.measured import Evaluation
@@ -75,7 +76,7 @@ def test_the_metadata_says_what_it_is():
 
 
 @pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="there ModelCard.validate asks huggingface.co only")
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 def test_every_methods_card_is_valid_to_the_hub(method, monkeypatch):
     (one,) = with_numbers(member("one", method))
     with LoopbackHub() as hub:

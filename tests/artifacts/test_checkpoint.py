@@ -13,6 +13,7 @@ import pytest
 import torch
 from damage import fit_hash, flipped, forget_hash
 from safetensors.torch import load_file, save_file
+from variants import GENERAL
 
 from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
 from mxd.artifacts.folders import UnhashedWarning, find_layers
@@ -65,7 +66,7 @@ def edit(path, change):
 # Round trip
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 @pytest.mark.parametrize("sparsity", [TopKConfig(k=3), RandomKConfig(k=3), ReLUL1Config(l1=0.1)], ids=lambda s: s.kind)
 def test_a_layer_comes_back_as_it_was(tmp_path, method, sparsity):
     layer = make(method, sparsity)

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 from small_layers import layer_for
+from variants import GENERAL
 
 from mxd.evaluation import account as module
 from mxd.evaluation.account import Account, Energy, effective_units
-from mxd.layers import LAYERS
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
 
 TOKENS = 50
-KINDS = [(method, {}) for method in LAYERS] + [("transcoder", {"skip": True})]
+KINDS = [(method, {}) for method in GENERAL] + [("transcoder", {"skip": True})]
 
 
 def accounted(layer, x, y, batch=17):
@@ -129,7 +129,7 @@ def test_a_transcoder_in_disguise_is_all_gate_though_its_rank_is_full(gpt2):
 
 
 def accounted_error(layer, x, y):
-    from mxd.layers.objective import normalized_mse
+    from mxd.layers.losses import normalized_mse
 
     with torch.no_grad():
         return normalized_mse(layer(x), y)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from variants import GENERAL
 
 from mxd.common.errors import MxdError
 from mxd.data.contexts import counted_positions, special_ids
@@ -60,7 +61,7 @@ def patched_logits(model: FrozenModel, ids: torch.Tensor, replace) -> np.ndarray
         handle.remove()
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 @pytest.mark.parametrize("some_excluded", [True, False])
 def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, method: str, some_excluded: bool) -> None:
     """Of both splices, over the same targets: everything replaced, and around the tokens that are excluded."""

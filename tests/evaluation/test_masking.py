@@ -8,6 +8,7 @@ import torch
 from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
 from tables import write_table
+from variants import GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -15,7 +16,7 @@ from mxd.evaluation import ablation
 from mxd.evaluation.ablation import halves
 from mxd.evaluation.masking import belonging, evaluate_masking
 from mxd.evaluation.purging import evaluate_purging
-from mxd.layers import LAYERS, Code
+from mxd.layers import Code
 from mxd.questions import MaskingConfig, PurgingConfig, checked
 from mxd.report.page import write_report
 from mxd.splice import splice, spliced
@@ -48,7 +49,7 @@ MANY = [
 
 def every_kind(test):
     test = pytest.mark.parametrize("sparsity", SPARSITIES, ids=lambda sparsity: sparsity["kind"])(test)
-    return pytest.mark.parametrize("method", LAYERS)(test)
+    return pytest.mark.parametrize("method", GENERAL)(test)
 
 
 # Splices with a mask
@@ -262,7 +263,7 @@ def members(masks, domains):
     return {d: {str(n): list(units) for n, units in mask.items()} for d, mask in zip(domains, masks, strict=True)}
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 def test_domain_masking_agrees_with_numpy(gpt2, method):
     domains = sorted(set(LABELS))
     hand = ByHand(gpt2, method, [domains.index(label) for label in LABELS], domains)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from command import mxd
 from small_layers import UNITS, K, contexts_of, dense_code, layer_for, trained_on
+from variants import GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -13,7 +14,6 @@ from mxd.evaluation import ranks as ranks_module
 from mxd.evaluation.ranks import weight_ranks
 from mxd.evaluation.structure import evaluate_structure, leading_units
 from mxd.evaluation.walk import streamed
-from mxd.layers import LAYERS
 from mxd.questions import DEFAULTS, StructureConfig, checked
 
 
@@ -36,7 +36,7 @@ def normalized_rank(layer, first=UNITS):
     return float(weight_ranks(layer, range(first))[0].mean())
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 @pytest.mark.parametrize("numbers", [2**23, 5000, 1])
 def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
     """However many weights are looked at together."""
@@ -85,7 +85,7 @@ def test_progress_is_told_of_every_unit(gpt2, monkeypatch):
     assert sum(told) == 20 and max(told) == 3
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
     """Several layers at once; special tokens do not count in the text."""
     layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from command import mxd
 from small_layers import UNITS, K, contexts_of, dense_code, layer_for, trained_on
+from variants import GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -15,7 +16,7 @@ from mxd.evaluation import intervals as bands_module
 from mxd.evaluation.intervals import DEPTH, INTERVALS, STEPS, IntervalSamples
 from mxd.evaluation.units import WINDOW, contributing, evaluate_units, firing, token_strings
 from mxd.evaluation.walk import CodeMoments
-from mxd.layers import LAYERS, Code
+from mxd.layers import Code
 from mxd.questions import UnitsConfig, checked
 
 
@@ -33,7 +34,7 @@ def rows():
     return rows
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 def test_rates_and_strengths_agree_with_numpy(gpt2, rows, method):
     """Several layers at once; special tokens do not count."""
     layers = {number: layer_for(gpt2, number, method, seed=number) for number in (0, 2)}
@@ -71,7 +72,7 @@ def test_shared_and_dead_units_are_named(gpt2, rows):
     assert list(shown) == ["5", "3"] and shown["5"]["intervals"] == [] and len(shown["3"]["intervals"]) >= 1
 
 
-@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("method", GENERAL)
 def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, method):
     layer = layer_for(gpt2, 1, method)
     code = dense_code(gpt2, 1, layer, rows) * (rows != 0)[..., None]

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from variants import GENERAL
 
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape, parse_layer, size
 from mxd.layers.base import BOS_RADIUS
 
-VARIANTS = [*({"method": name} for name in LAYERS), {"method": "transcoder", "skip": True}]
+VARIANTS = [*({"method": name} for name in GENERAL), {"method": "transcoder", "skip": True}]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda fields: "-".join(map(str, fields.values())))
@@ -99,7 +100,7 @@ def test_the_constant_is_counted_and_not_trained(config):
 
 def test_sizes_are_matched_without_it():
     shape = MLPShape(16, 16, 64, "gelu", False)
-    for method in LAYERS:
+    for method in GENERAL:
         config = LAYERS[method]().resolve(shape)
         stored = config.model_copy(update={"bos_constant": True})
         assert size(stored, 40).num_units == size(config, 40).num_units

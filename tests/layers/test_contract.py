@@ -7,34 +7,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from variants import CASES, SPARSITIES, VARIANTS, parse
 
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, AnyReplacement, Code, parse_layer
 from mxd.layers.sparsity import AnySparsity
 
-UNITS = 11
-SPARSITIES = {
-    "topk": {"kind": "topk", "k": 3},
-    "random_k": {"kind": "random_k", "k": 4, "spread": 2},
-    "relu_l1": {"kind": "relu_l1", "l1": 0.01},
-    "jumprelu": {"kind": "jumprelu"},
-}
-VARIANTS = {name: {"method": name} for name in LAYERS} | {
-    "transcoder-skip": {"method": "transcoder", "skip": True},
-    "mxd-glu": {"method": "mxd", "glu": True, "activation": "silu"},
-    "mxd-relu": {"method": "mxd", "activation": "relu", "hidden": 3},
-    "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
-}
 
-
-@pytest.fixture(params=SPARSITIES)
-def sparsity(request):
-    return SPARSITIES[request.param]
-
-
-@pytest.fixture(params=VARIANTS)
-def config(request, sparsity, mlp):
-    return parse_layer(VARIANTS[request.param] | {"sparsity": sparsity, "num_units": UNITS}).resolve(mlp)
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def config(request, mlp):
+    return parse(*request.param).resolve(mlp)
 
 
 @pytest.fixture
@@ -48,7 +30,7 @@ def x(layer):
     return torch.randn(2, 4, layer.config.d_in, dtype=torch.float64)
 
 
-def dense(code, units=UNITS):
+def dense(code, units):
     """The code as a vector of all units' activations."""
     empty = code.activations.new_zeros(*code.activations.shape[:-1], units)
     return empty.scatter_add(-1, code.indices.expand(code.activations.shape), code.activations)
@@ -56,8 +38,9 @@ def dense(code, units=UNITS):
 
 def test_the_matrix_is_complete():
     unions = (get_args(get_args(AnyReplacement)[0]), get_args(get_args(AnySparsity)[0]))
-    assert set(unions[0]) == set(LAYERS.values())
+    assert set(unions[0]) == set(LAYERS.values()) == {LAYERS[fields["method"]] for fields in VARIANTS.values()}
     assert {kind.model_fields["kind"].default for kind in unions[1]} == set(SPARSITIES)
+    assert {kind for _, kind in CASES} == set(SPARSITIES)
     assert all(cls.model_fields["method"].default == name for name, cls in LAYERS.items())
 
 
@@ -80,7 +63,7 @@ def test_the_papers_start_sets_the_output_bias_alone(layer):
 def test_the_centred_start_centres_the_gates(layer):
     mean_in, mean_out = means(layer)
     layer.initialise(mean_in, mean_out, "centred")
-    torch.testing.assert_close(layer.pre_activations(mean_in), torch.zeros(UNITS, dtype=torch.float64))
+    torch.testing.assert_close(layer.pre_activations(mean_in), torch.zeros(layer.num_units, dtype=torch.float64))
     assert torch.equal(layer.bias, mean_out)
 
 
@@ -185,12 +168,12 @@ def test_the_wrong_width_is_refused(layer, x):
 
 def test_the_code_is_the_largest_positive_pre_activations(layer, x):
     """ReLU first, then the K largest of them (all of them, where nothing bounds K)."""
-    code, k = layer.encode(x), {"topk": 3, "random_k": 4}.get(layer.config.sparsity.kind, UNITS)
-    weight, bias = layer.gates.rows(torch.arange(UNITS))
+    code, k = layer.encode(x), {"topk": 3, "random_k": 4}.get(layer.config.sparsity.kind, layer.num_units)
+    weight, bias = layer.gates.rows(torch.arange(layer.num_units))
     pre = x @ weight.T + bias
     torch.testing.assert_close(layer.pre_activations(x), pre)
     kth = pre.sort(dim=-1, descending=True).values[..., k - 1 : k]
-    torch.testing.assert_close(dense(code), torch.where(pre >= kth, pre, 0).relu())
+    torch.testing.assert_close(dense(code, layer.num_units), torch.where(pre >= kth, pre, 0).relu())
 
 
 def test_values_are_non_negative_and_few(layer, x):
@@ -198,11 +181,11 @@ def test_values_are_non_negative_and_few(layer, x):
         code = layer.train(training).encode(50 * x)
         assert (code.activations >= 0).all()
         assert (code.activations > 0).any()
-        most = layer.config.sparsity.max_k or UNITS
-        assert (code.activations > 0).sum(-1).max() <= most <= UNITS
+        most = layer.config.sparsity.max_k or layer.num_units
+        assert (code.activations > 0).sum(-1).max() <= most <= layer.num_units
         assert all(len(set(row)) == len(row) for row in code.indices.flatten(0, -2).tolist())
-        in_order = code.indices.flatten(0, -2).tolist() == [list(range(UNITS))] * 8
-        assert code.all_units == in_order == (most == UNITS)
+        in_order = code.indices.flatten(0, -2).tolist() == [list(range(layer.num_units))] * 8
+        assert code.all_units == in_order == (most == layer.num_units)
 
 
 def test_a_code_is_a_set(layer, x):
@@ -215,7 +198,10 @@ def test_a_code_is_a_set(layer, x):
 
 def test_one_code_for_every_token(layer, x):
     """A code expanded over the tokens (the mean gate) is decoded as its copies are."""
-    values, indices = torch.rand(UNITS, dtype=torch.float64).expand(2, 4, -1), torch.arange(UNITS).expand(2, 4, -1)
+    values, indices = (
+        torch.rand(layer.num_units, dtype=torch.float64).expand(2, 4, -1),
+        torch.arange(layer.num_units).expand(2, 4, -1),
+    )
     copies = Code(values.contiguous(), indices.contiguous())
     torch.testing.assert_close(layer.decode(x, Code(values, indices, True)), layer.decode(x, copies))
     torch.testing.assert_close(
@@ -229,8 +215,8 @@ def test_the_mean_hidden_state_makes_units_add_their_mean_directions(layer, x):
     assert hidden.shape[:-1] == x.shape[:-1]
     code, mean = layer.encode(x), hidden.reshape(8, -1).mean(0)
     rest = layer.decode(x, code.with_activations(torch.zeros_like(code.activations)))
-    means = torch.stack([layer.unit_output(n, x).reshape(8, -1).mean(0) for n in range(UNITS)])
-    torch.testing.assert_close(layer.decode(x, code, mean), rest + dense(code) @ means)
+    means = torch.stack([layer.unit_output(n, x).reshape(8, -1).mean(0) for n in range(layer.num_units)])
+    torch.testing.assert_close(layer.decode(x, code, mean), rest + dense(code, layer.num_units) @ means)
     torch.testing.assert_close(layer.decode(x[0, :1], layer.encode(x[0, :1]), hidden[0, 0]), layer(x[0, :1]))
 
 
@@ -241,8 +227,8 @@ def test_the_output_is_the_sum_of_its_units(layer, x):
     """``y^ = rest + sum_n a_n unit_output(n, x)``, the rest being what an empty code leaves."""
     code = layer.encode(x)
     rest = layer.decode(x, code.with_activations(torch.zeros_like(code.activations)))
-    units = torch.stack([layer.unit_output(n, x) for n in range(UNITS)], dim=-2)
-    total = rest + (dense(code).unsqueeze(-1) * units).sum(-2)
+    units = torch.stack([layer.unit_output(n, x) for n in range(layer.num_units)], dim=-2)
+    total = rest + (dense(code, layer.num_units).unsqueeze(-1) * units).sum(-2)
     torch.testing.assert_close(layer(x), total)
     assert not torch.allclose(layer(x), rest)
 
@@ -250,16 +236,16 @@ def test_the_output_is_the_sum_of_its_units(layer, x):
 def test_ablating_a_unit_drops_its_term_and_steering_adds_one(layer, x):
     """Section 3.2.2: to add ``lambda`` to a unit's activation is to add ``lambda * unit_output`` to the output."""
     code = layer.encode(x)
-    n, activation = code.indices[0, 0, 1].item(), dense(code)
+    n, activation = code.indices[0, 0, 1].item(), dense(code, layer.num_units)
     for change in (-activation[..., n], torch.full((2, 4), 100.0).double()):
         changed = activation.clone()
         changed[..., n] += change
-        got = layer.decode(x, Code(changed, torch.arange(UNITS).expand(2, 4, -1), True))
+        got = layer.decode(x, Code(changed, torch.arange(layer.num_units).expand(2, 4, -1), True))
         torch.testing.assert_close(got, layer(x) + change.unsqueeze(-1) * layer.unit_output(n, x))
 
 
 def test_unit_norms_are_the_norms_of_the_unit_weights(layer):
-    weights = [layer.unit_weight(n) for n in range(UNITS)]
+    weights = [layer.unit_weight(n) for n in range(layer.num_units)]
     assert all(w.shape[-1] == layer.config.d_out for w in weights)
     torch.testing.assert_close(layer.unit_norms(), torch.stack([w.norm() for w in weights]))
 
@@ -274,8 +260,8 @@ def test_unit_norms_of_a_fresh_layer_can_be_differentiated(config):
 def test_the_penalty(layer, x):
     """``l1 * mean_tokens sum_n |a_n| ||W_n||_F`` with the L1 sparsity (appendix B.6.1), nothing with the others."""
     code = layer.encode(x)
-    activation = dense(code).reshape(8, UNITS)
-    explicit = sum(activation[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(UNITS)) / 8
+    activation = dense(code, layer.num_units).reshape(8, layer.num_units)
+    explicit = sum(activation[t, n] * layer.unit_weight(n).norm() for t in range(8) for n in range(layer.num_units)) / 8
     l1 = getattr(layer.config.sparsity, "l1", 0.0)
     torch.testing.assert_close(layer.penalty(code), l1 * explicit)
     assert (layer.penalty(code) > 0) == (l1 > 0)
@@ -295,7 +281,7 @@ def test_the_penalty(layer, x):
 def test_num_params_is_exact(config):
     layer = config.build()
     assert config.num_params == sum(p.numel() for p in layer.parameters())
-    assert layer.num_units == config.num_units == UNITS
+    assert layer.num_units == config.num_units
     assert layer.config == config
 
 
@@ -338,6 +324,19 @@ def test_gradients_are_those_of_finite_differences(layer, x):
     step = 1e-6
     ahead, behind = (loss(*[v + s * d for v, d in zip(values, directions, strict=True)]) for s in (step, -step))
     torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_scale_with_the_units_of_input_and_output(config, randomise):
+    """In units of input ``s`` times and of output ``t`` times as small, the scaled layer is the same function."""
+    layer, scaled = (randomise(config.build()) for _ in range(2))
+    s, t = 4.0, 0.5
+    scaled.load_state_dict(layer.state_dict())
+    parameters = dict(scaled.named_parameters())
+    for name, (i, o) in layer.scaling().items():
+        parameters[name].data *= s**i * t**o
+    x = torch.randn(7, config.d_in, dtype=torch.float64)
+    torch.testing.assert_close(scaled(x), layer(s * x) / t, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scaled.pre_activations(x), layer.pre_activations(s * x))
 
 
 def test_the_state_dict_restores_the_layer(config, layer, x, tmp_path):
@@ -409,12 +408,7 @@ def test_an_unknown_field_is_an_error(config):
 
 
 def test_slugs_tell_runs_apart(mlp):
-    configs = [
-        parse_layer(fields | {"sparsity": s, "num_units": UNITS}).resolve(mlp)
-        for name, fields in VARIANTS.items()
-        for s in (*SPARSITIES.values(), {"kind": "topk", "k": 4})
-        if name not in ("mxd-glu", "mxd-relu")
-    ]
+    configs = [parse(*case).resolve(mlp) for case in CASES if case[0] not in ("mxd-glu", "mxd-relu")]
     slugs = [config.slug for config in configs]
     assert len(set(slugs)) == len(slugs)
     assert all(slug == slug.lower() and "/" not in slug and " " not in slug for slug in slugs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxd.layers.objective import normalize, normalized_mse, squared_error
+from mxd.layers.losses import normalize, normalized_mse, squared_error
 
 
 @pytest.fixture(autouse=True)

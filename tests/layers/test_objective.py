@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from variants import GENERAL
 
 from mxd.layers import LAYERS
-from mxd.layers.objective import forward_backward, normalized_mse
+from mxd.layers.losses import normalized_mse
+from mxd.layers.objective import forward_backward
 
 
-@pytest.fixture(params=LAYERS)
+@pytest.fixture(params=GENERAL)
 def layer(request, mlp, randomise):
     """A layer of each method, some with a penalty."""
     kind = {"kind": "relu_l1", "l1": 0.1} if request.param == "transcoder" else {"kind": "topk", "k": 4}

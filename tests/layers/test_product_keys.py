@@ -107,7 +107,7 @@ class ToyConfig(ReplacementConfig):
         return "Toy"
 
     @property
-    def learned_params(self):
+    def layer_params(self):
         d, o, n = self.d_in or 0, self.d_out or 0, self.halves or 0
         return HEADS * n * d + n * n * o + o
 

@@ -1,6 +1,7 @@
 """Parameter matching: table 2 of the MxD paper, and the exact matching that is the default."""
 
 import pytest
+from variants import GENERAL
 
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape, size
@@ -14,7 +15,7 @@ PYTHIA_410M = MLPShape(1024, 1024, 4096, "gelu", False)
 PYTHIA_1B4 = MLPShape(2048, 2048, 8192, "gelu", False)
 LLAMA_3B = MLPShape(3072, 3072, 8192, "silu", True)
 BASES = {"gpt2": GPT2, "pythia-410m": PYTHIA_410M, "pythia-1.4b": PYTHIA_1B4, "llama-3.2-3b": LLAMA_3B}
-METHODS = [(name, {}) for name in LAYERS] + [("transcoder", {"skip": True}), ("cp_mumoe", {"rank_share": 2.0})]
+METHODS = [(name, {}) for name in GENERAL] + [("transcoder", {"skip": True}), ("cp_mumoe", {"rank_share": 2.0})]
 
 
 @pytest.mark.parametrize(

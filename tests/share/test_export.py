@@ -18,6 +18,7 @@ from command import mxd as command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
+from variants import GENERAL
 
 import mxd.share.export
 from mxd.artifacts.checkpoint import Trained, save_layer
@@ -25,14 +26,14 @@ from mxd.artifacts.provenance import Provenance
 from mxd.assets.modeling_spliced import FORWARDS
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
-from mxd.layers import LAYERS, parse_layer
+from mxd.layers import parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.model.loading import load_frozen
 from mxd.share.export import export_checkpoints, export_model
 from mxd.splice import splice, spliced
 
-KINDS = get_args(get_args(AnySparsity)[0])
-VARIANTS = {name: {"method": name} for name in LAYERS} | {"transcoder-skip": {"method": "transcoder", "skip": True}}
+KINDS = [kind for kind in get_args(get_args(AnySparsity)[0]) if kind.general]
+VARIANTS = {name: {"method": name} for name in GENERAL} | {"transcoder-skip": {"method": "transcoder", "skip": True}}
 GREEDY = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
 

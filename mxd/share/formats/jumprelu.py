@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mxd.layers.gates import Code
-from mxd.layers.objective import normalized_mse
+from mxd.layers.losses import normalized_mse
 from mxd.layers.sparsity import JumpReLUConfig
 from mxd.layers.transcoder import Transcoder
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.layers.base import Activation, ReplacementConfig
+from mxd.layers.config import Activation, ReplacementConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import AnySparsity, ReLUL1Config, TopKConfig
 from mxd.share.formats.base import DTYPES, Format, Incoming, as_transcoder, site, take

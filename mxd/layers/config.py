@@ -1,0 +1,194 @@
+"""A replacement layer's frozen configuration, and what it is made from: the base MLP's shape, weights and moments."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from torch import Tensor
+
+from mxd.common.errors import MxdError
+from mxd.layers.sparsity import AnySparsity, TopKConfig
+
+if TYPE_CHECKING:
+    from mxd.layers.base import ReplacementLayer
+
+C = TypeVar("C", bound="ReplacementConfig")
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Initialisation = Literal["paper", "centred"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class MLPShape:
+    """What a replacement needs to know of the MLP it replaces; ``None`` where it could not be read."""
+
+    d_in: int
+    d_out: int
+    hidden: int | None = None
+    activation: Activation | None = None
+    glu: bool | None = None
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """A base MLP's weights: ``y = act(x E^T + b_E) D + b``, or ``y = (act(x E_glu^T) * (x E^T + b_E)) D + b``."""
+
+    encoder: Float[Tensor, "hidden d_in"]
+    encoder_bias: Float[Tensor, " hidden"] | None
+    encoder_glu: Float[Tensor, "hidden d_in"] | None
+    decoder: Float[Tensor, "hidden d_out"]
+    decoder_bias: Float[Tensor, " d_out"] | None
+
+
+@dataclass(frozen=True)
+class Covariance:
+    """Second moments of the first window's tokens about their means, in float64."""
+
+    read: Float[Tensor, "d_in d_in"]
+    """Covariance of what the layer reads."""
+    cross: Float[Tensor, "d_in d_out"]
+    """Covariance of what the layer reads with the MLP's outputs."""
+    out: Float[Tensor, "d_out d_out"]
+    """Covariance of the MLP's outputs."""
+
+
+class ReplacementConfig(BaseModel, ABC):
+    """Fields common to all methods. ``None`` means: take it from the base MLP, or size it to the budget."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    reads: ClassVar[Literal["mlp_in", "mlp_out"]] = "mlp_in"
+    """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """The kinds of sparsity the method works with; empty: all that are ``general``."""
+
+    d_in: PositiveInt | None = None
+    """Width of the layer's input; taken from the base model."""
+    d_out: PositiveInt | None = None
+    """Width of the layer's output; taken from the base model."""
+    num_units: PositiveInt | None = None
+    """Number of units (experts or features); by default sized to the parameter budget."""
+    sparsity: AnySparsity = TopKConfig()
+    """How units are chosen."""
+    bos_constant: bool = False
+    """Store the MLP's input and output at BOS in position 0, the same in every context of a causal model, and answer
+    with that output there. Set from ``data.bos_constant``."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The method's short name in tables and figures, as the papers write it."""
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters; equals the sum over the built layer's parameters."""
+        return self.learned_params + ((self.d_in or 0) + (self.d_out or 0) if self.bos_constant else 0)
+
+    @property
+    def learned_params(self) -> int:
+        """The number of learnable parameters: all but a stored constant."""
+        return self.layer_params + self.sparsity.num_params(self.num_units or 0)
+
+    @property
+    @abstractmethod
+    def layer_params(self) -> int:
+        """The number of learnable parameters without those of the sparsity (thresholds)."""
+
+    @property
+    def unfactorised_params(self) -> int:
+        """``num_params`` if every unit's weight were stored by itself; the same where nothing is shared."""
+        return self.num_params
+
+    @property
+    def needs_covariance(self) -> bool:
+        """Whether ``ReplacementLayer.initialise`` asks for a ``Covariance``."""
+        return False
+
+    @abstractmethod
+    def resolve(self, mlp: MLPShape) -> "ReplacementConfig":
+        """Return a copy whose open fields are taken from the base MLP (all but ``num_units``)."""
+
+    @abstractmethod
+    def paper_units(self, width: int) -> int:
+        """Return the number of units by the MxD paper's convention, against a transcoder of ``width`` features."""
+
+    @abstractmethod
+    def _make(self) -> "ReplacementLayer":
+        """Make the module; weights are drawn from torch's global generator."""
+
+    def build(self, seed: int = 0) -> "ReplacementLayer":
+        """Build the layer with the paper's initialisation, the same for the same seed, in float32 on the CPU.
+
+        Raises:
+            MxdError: a field is still open.
+        """
+        missing = [name for name in type(self).model_fields if getattr(self, name) is None]
+        if missing:
+            raise MxdError(
+                f"cannot build {self.label}: {', '.join(missing)} not set; "
+                "call config.resolve(mlp_shape) and mxd.layers.size(...), or give the values."
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layer = self._make()
+        layer.sparsity.seed(seed)
+        return layer
+
+    def sized(self: C, budget: int) -> C:
+        """Return a copy with the number of units whose true parameter count is nearest to ``budget``.
+
+        A stored constant is not part of the budget. This solves for ``num_units``: the count is affine in it, so two
+        evaluations determine it. A method where it is not (product keys, hierarchies) solves for a field of its own.
+
+        Args:
+            budget: number of parameters.
+
+        Raises:
+            MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
+        """
+        one, two = (self.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
+        per_unit = two - one
+        units = round((budget - one) / per_unit) + 1
+        if units < 1:
+            raise MxdError(
+                f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
+                f"({one - per_unit:,}); raise sizing.expansion."
+            )
+        return self.model_copy(update={"num_units": units})
+
+    @property
+    def slug(self) -> str:
+        """A name for folders: the method and its sparsity, for example ``mxd-k32``."""
+        return f"{self.label.lower()}-{self.sparsity.slug}"
+
+    def with_defaults(self: C, **fields: object) -> C:
+        """Return a validated copy with the fields that are still ``None`` here set to the given values."""
+        open_fields = {k: v for k, v in fields.items() if getattr(self, k) is None}
+        return type(self).model_validate(self.model_dump() | open_fields)
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> "ReplacementConfig":
+        kind = self.sparsity.kind
+        if (kind not in self.kinds) if self.kinds else not self.sparsity.general:
+            choices = f"{', '.join(self.kinds)}" if self.kinds else "a kind that chooses from one score for each unit"
+            raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {choices}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_k(self) -> "ReplacementConfig":
+        k = self.sparsity.max_k
+        if self.num_units is not None and k is not None and k > self.num_units:
+            raise ValueError(f"k = {k} is more than num_units = {self.num_units}; lower k or raise num_units")
+        return self
