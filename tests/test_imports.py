@@ -70,8 +70,7 @@ def imports(name):
     path, found = FILES[name], set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            assert name == "mxd.layers.config"
+        if name == "mxd.layers.config" and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
