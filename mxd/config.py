@@ -12,6 +12,7 @@ import yaml
 from pydantic import (
     BaseModel,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -101,6 +102,9 @@ class SizingConfig(Settings):
     """``exact`` counts true parameters; ``paper`` follows the MxD paper's table 2."""
 
 
+OptimizerKind = Literal["adam", "signum", "muon"]
+
+
 class Recipe(Settings):
     """Optimiser settings that belong together."""
 
@@ -116,6 +120,14 @@ class Recipe(Settings):
     """Token activations in a step."""
     initialisation: Initialisation = "paper"
     """How layers are initialised: see ``ReplacementLayer.initialise``."""
+    optimizer: OptimizerKind = "adam"
+    """The optimiser: see ``TrainingConfig``."""
+    scaled: bool = False
+    """Whether activations are scaled: see ``TrainingConfig``."""
+    k_start: Annotated[float, Field(ge=1)] = 1.0
+    """K at the first step, as a multiple of K: see ``TrainingConfig``."""
+    auxk: NonNegativeFloat = 0.0
+    """Weight of the AuxK loss: see ``TrainingConfig``."""
 
 
 RECIPES = {
@@ -157,13 +169,25 @@ class TrainingConfig(Settings):
     initialisation: Initialisation | None = None
     """How layers are initialised; the recipe's by default. ``paper``: as the papers draw them. ``centred``: gates
     centred on the mean input, and an MxD's C twice as large."""
+    optimizer: OptimizerKind | None = None
+    """The optimiser; the recipe's by default. ``signum``: the sign of a running mean of gradients. ``muon``: for
+    matrices, and Adam for the rest. Each needs a learning rate of its own."""
+    scaled: bool | None = None
+    """Train as if the MLP's inputs and outputs were divided by their mean size in the first batch; the recipe's by
+    default. Weights and rates are multiplied instead, so that the layer stays in the units of the model."""
+    k_start: Annotated[float, Field(ge=1)] | None = None
+    """K at the first step, as a multiple of K; it falls linearly to K over the first half of the steps. The recipe's by
+    default. For sparsities that choose the K largest."""
+    auxk: NonNegativeFloat | None = None
+    """Weight of the AuxK loss (Gao et al., 2024): dead units learn to predict what the others leave. The recipe's by
+    default; 1/32 is usual."""
     accumulation: PositiveInt | Literal["auto"] = "auto"
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
     for each part). ``auto``: as few parts as fit into the free memory; a resumed run keeps its number."""
     clip_norm: PositiveFloat | None = None
     """Clip each replacement's gradient to this norm."""
     dead_after: PositiveInt = 1_000_000
-    """A unit that was not active for this many tokens counts as dead (``tokens / 4`` if that is less)."""
+    """A unit that was not active for this many tokens counts as dead (``tokens / 20`` if that is less)."""
     log_every: PositiveInt = 50
     """Steps between lines of metrics.jsonl."""
     save_every: PositiveInt = 1000
@@ -188,15 +212,13 @@ class TrainingConfig(Settings):
         """Learning rate and warm-up after overrides."""
         recipe = RECIPES[self.recipe]
         warmup = max(recipe.warmup_steps, round(recipe.warmup_share * self.steps))
-        if self.warmup_steps is not None:
-            warmup = self.warmup_steps
-        return Recipe(
-            lr=self.lr or recipe.lr,
-            warmup_steps=warmup,
-            decay=recipe.decay if self.decay is None else self.decay,
-            batch_tokens=self.batch_tokens,
-            initialisation=self.initialisation or recipe.initialisation,
-        )
+        stated = {name: value for name in Recipe.model_fields if (value := getattr(self, name, None)) is not None}
+        return recipe.model_copy(update={"warmup_steps": warmup, "warmup_share": 0.0} | stated)
+
+    @property
+    def dead_tokens(self) -> int:
+        """Tokens after which a unit that was not active counts as dead."""
+        return min(self.dead_after, self.tokens // 20)
 
     @model_validator(mode="before")
     @classmethod

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxd.artifacts.provenance import versions
+from mxd.config import TrainingConfig
 from mxd.data.activations import activation_batches
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, size
 from mxd.layers.losses import normalize, squared_error
@@ -41,7 +42,12 @@ from mxd.training.step import Trainee, new_trainee, train_step
 TARGET = 800_000
 """Tokens per second, end to end, that GPT-2's block 8 with MxD, K = 32, must reach."""
 LLAMA = MLPShape(3072, 3072, 8192, "silu", True)
-LR = 1e-4
+
+
+def recipe(sizes: "Sizes", candidates: str, steps: int = 1) -> TrainingConfig:
+    """Return the paper's recipe, its warm-up left out."""
+    fields = {"candidates": candidates, "batch_tokens": sizes.batch, "buffer_tokens": sizes.batch}
+    return TrainingConfig.model_validate({**fields, "tokens": steps * sizes.batch, "warmup_steps": 0})
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,9 @@ def paper_config(shape: MLPShape, k: int) -> ReplacementConfig:
     return size(LAYERS["mxd"](sparsity={"kind": "topk", "k": k}).resolve(shape), match="paper")
 
 
-def end_to_end(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes, windows: int) -> list[float]:
+def end_to_end(
+    device: Device, base: FrozenModel, trainee: Trainee, training: TrainingConfig, sizes: Sizes, windows: int
+) -> list[float]:
     """Return tokens/s of each window: its base forwards, its shuffle and its steps."""
     vocabulary = base.config.vocab_size
     pool = np.random.default_rng(0).integers(vocabulary, size=(8192, sizes.context), dtype=np.int32)
@@ -151,21 +159,23 @@ def end_to_end(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
     stream = activation_batches(
         base, [sizes.block], contexts_from, sizes.batch, sizes.window, forward_contexts=contexts
     )
-    seen, rates = 0, []
+    step, rates = 0, []
     for window in range(windows + 1):
         device.wait()
         begin = time.perf_counter()
         for batch in islice(stream, sizes.window // sizes.batch):
-            seen += sizes.batch
-            train_step(trainee, *batch.sites[sizes.block], LR, seen)
+            train_step(trainee, *batch.sites[sizes.block], training, step)
+            step += 1
         device.wait()
         if window:  # the first is to warm up
             rates.append(sizes.window / (time.perf_counter() - begin))
-    assert seen == (windows + 1) * sizes.window
+    assert step == (windows + 1) * (sizes.window // sizes.batch)
     return rates
 
 
-def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes, repeats: int) -> dict[str, float]:
+def time_parts(
+    device: Device, base: FrozenModel, trainee: Trainee, training: TrainingConfig, sizes: Sizes, repeats: int
+) -> dict[str, float]:
     """Return the seconds of each part of a step, the base model's for as many tokens, each on its own."""
     contexts = max(1, 4096 // sizes.context)
     ids = torch.randint(base.config.vocab_size, (contexts, sizes.context), device=device.device)
@@ -192,7 +202,7 @@ def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
     for repeat in range(repeats + 1):
         if repeat == 1:
             times.clear()
-        trainee.optimizer.zero_grad(set_to_none=True)
+        trainee.optimizer.zero_grad()
         with device.part(times, "gate and top-k"):
             code = trainee.layer.encode(x)
         with device.part(times, "encoder and decode"):
@@ -204,9 +214,9 @@ def time_parts(device: Device, base: FrozenModel, trainee: Trainee, sizes: Sizes
         with device.part(times, "backward"):
             loss.backward()
         with device.part(times, "Adam"):
-            trainee.optimizer.step()
+            trainee.optimizer.step(training.settings.lr)
     parts |= {name: statistics.median(measured) for name, measured in times.items()}
-    parts["whole step"] = device.seconds(lambda: train_step(trainee, x, y, LR, 0))
+    parts["whole step"] = device.seconds(lambda: train_step(trainee, x, y, training, 0))
     return parts
 
 
@@ -330,10 +340,10 @@ def large_step(device: Device, shape: MLPShape, sizes: Sizes, candidates: str) -
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    config = paper_config(shape, sizes.k)
-    trainee = new_trainee("large", 0, config, 0, device.device, candidates)
+    config, training = paper_config(shape, sizes.k), recipe(sizes, candidates)
+    trainee = new_trainee("large", 0, config, 0, device.device, training)
     x, y = (torch.randn(sizes.batch, width, device=device.device) for width in (shape.d_in, shape.d_out))
-    seconds = device.seconds(lambda: train_step(trainee, x, y, LR, 0), calls=3)
+    seconds = device.seconds(lambda: train_step(trainee, x, y, training, 0), calls=3)
     peak = torch.cuda.max_memory_allocated() - before if cuda else None
     state = 16 * config.num_params
     return {"units": config.num_units, "params": config.num_params, "seconds": seconds, "peak": peak, "state": state}
@@ -393,15 +403,16 @@ def main() -> None:
     rates = ceilings(device, sizes.ceiling, args.base_dtype)
     base = random_gpt2(sizes, args.base_dtype, device.device)
     config = paper_config(base.mlp_shape(sizes.block), sizes.k)
-    trainee = new_trainee("MxD", sizes.block, config, 0, device.device, args.candidates)
-    window_rates = end_to_end(device, base, trainee, sizes, args.windows)
+    training = recipe(sizes, args.candidates, (args.windows + 1) * (sizes.window // sizes.batch))
+    trainee = new_trainee("MxD", sizes.block, config, 0, device.device, training)
+    window_rates = end_to_end(device, base, trainee, training, sizes, args.windows)
     loss = trainee.stats.report(0, 1)["normalized_mse"]
     rate = statistics.median(window_rates)
     print(f"\nMxD, K = {sizes.k}, N = {config.num_units:,}, block {sizes.block}, batches of {sizes.batch:,} tokens:")
     slowest, fastest = min(window_rates), max(window_rates)
     print(f"{rate:,.0f} tokens/s end to end ({slowest:,.0f} to {fastest:,.0f}); mean loss {loss:.4f}")
 
-    parts = time_parts(device, base, trainee, sizes, args.repeats)
+    parts = time_parts(device, base, trainee, training, sizes, args.repeats)
     needed = work(base, config, sizes, args.candidates)
     floor = print_parts(parts, needed, rates)
     print(f"\nfloor {1e3 * floor:.3f} ms a step, {sizes.batch / floor:,.0f} tokens/s")

@@ -98,10 +98,11 @@ def step_seconds(config: RunConfig, base: FrozenModel, repeats: int) -> dict[str
     batch = next(activation_stream(config, base))
     medians = {}
     for name, (number, layer) in plan_layers(config, base).items():
-        trainee = new_trainee(name, number, layer, config.seed, base.device, config.training.candidates)
+        trainee = new_trainee(name, number, layer, config.seed, base.device, config.training)
         x, y = batch.sites[number]
         times = [
-            seconds(lambda trainee=trainee, x=x, y=y: train_step(trainee, x, y, 1e-4, 4096)) for _ in range(repeats + 1)
+            seconds(lambda trainee=trainee, x=x, y=y: train_step(trainee, x, y, config.training, 0))
+            for _ in range(repeats + 1)
         ]
         medians[name] = statistics.median(times[1:])
     return medians

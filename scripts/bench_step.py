@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxd.artifacts.provenance import versions
+from mxd.config import TrainingConfig
 from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
 from mxd.ops import CandidateDtype
 from mxd.training.step import new_trainee, train_step
@@ -50,8 +51,9 @@ Step = Callable[[], object]
 
 def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype, x: Tensor, y: Tensor) -> Step:
     """A step as `mxd train` takes it, but for freed memory."""
-    trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), candidates)
-    return lambda: train_step(trainee, x, y, 1e-4, TOKENS)
+    training = TrainingConfig(tokens=TOKENS, warmup_steps=0, candidates=candidates)
+    trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), training)
+    return lambda: train_step(trainee, x, y, training, 0)
 
 
 def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step:

@@ -35,7 +35,7 @@ from mxd.ops import reference
 from mxd.ops.sparse import candidates_pay
 from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
-from mxd.training.step import Trainee, learning_rate, new_trainee, train_step
+from mxd.training.step import Trainee, new_trainee, train_step
 
 Counts = dict[str, Counter[str]]
 PATHS = ("plain", "float32", "bfloat16")
@@ -61,10 +61,9 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
     Also returns, for each replacement, how many rows had bfloat16 candidates and how many were searched anew.
     """
     training = config.training
+    recipes = [training.model_copy(update={"candidates": dtype}) for dtype in ("float32", "bfloat16")]
     trainees = {
-        (name, path, seed): new_trainee(
-            name, number, layer, seed, base.device, "bfloat16" if path == "bfloat16" else "float32"
-        )
+        (name, path, seed): new_trainee(name, number, layer, seed, base.device, recipes[path == "bfloat16"])
         for name, (number, layer) in plan_layers(config, base).items()
         for path in PATHS
         if path != "bfloat16" or candidates_pay(layer.sparsity.k, layer.num_units)
@@ -78,11 +77,9 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
             for (name, path, _), trainee in trainees.items():
                 x, y = batch.sites[trainee.number]
                 if step == 0:
-                    trainee.initialise(batch.means[trainee.number], None, training.settings.initialisation)
-                seen = (step + 1) * training.batch_tokens
-                rate = learning_rate(step, training)
+                    trainee.initialise(batch.means[trainee.number], None, training.settings)
                 with plain_operations() if path == "plain" else candidates() as rows:
-                    train_step(trainee, x, y, rate, seen)
+                    train_step(trainee, x, y, training, step)
                 counts[name].update(rows or {})
             advance(training.batch_tokens)
     return trainees, counts

@@ -31,7 +31,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import plan_layers
 from mxd.training.source import activation_stream
-from mxd.training.step import Trainee, learning_rate, new_trainee, train_step
+from mxd.training.step import Trainee, new_trainee, train_step
 
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 SHARES = ("gate_share", "dense_share", "interaction_share", "routed_share")
@@ -150,7 +150,7 @@ def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel,
     ((number, layer),) = plan_layers(config, base).values()
     if setting.penalty is not None:
         layer = PenalisedConfig(**layer.model_dump(), penalty=setting.penalty)
-    trainees = [new_trainee(name, number, layer, seed, base.device) for seed in range(seeds)]
+    trainees = [new_trainee(name, number, layer, seed, base.device, training) for seed in range(seeds)]
     stream = activation_stream(config, base)
     with progress(name, training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
@@ -159,9 +159,7 @@ def train_all(name: str, setting: Setting, config: RunConfig, base: FrozenModel,
                 if step == 0:
                     assert isinstance(trainee.layer, MxD)
                     setting.initialise(trainee.layer, base.mlp_weights(number), batch.means[number])
-                train_step(
-                    trainee, *batch.sites[number], learning_rate(step, training), (step + 1) * training.batch_tokens
-                )
+                train_step(trainee, *batch.sites[number], training, step)
             advance(training.batch_tokens)
     return trainees
 

@@ -4,10 +4,14 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from mxd.common.stop import Interrupted
 from mxd.config import RunConfig, parse_config
+from mxd.training.loop import Loop
+from mxd.training.trainer import train
 
 TIMING = ("seconds", "tokens_per_second")
 
@@ -68,3 +72,19 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+def stop_after(step: int, config: RunConfig, model) -> None:
+    """Train up to a step and stop there, as Ctrl-C does."""
+
+    def stopping(run, stop) -> bool:
+        return run.step == step
+
+    def stopped(run, stop) -> Interrupted:
+        return Interrupted(f"stopped at step {run.step}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "stopping", stopping)
+        patch.setattr(Loop, "stopped", stopped)
+        with pytest.raises(Interrupted, match=f"stopped at step {step}"):
+            train(config, model=model)

@@ -22,7 +22,7 @@ from mxd.common.errors import MxdError
 from mxd.layers.config import Covariance, Initialisation, ReplacementConfig
 from mxd.layers.gates import Code, Gate
 from mxd.layers.losses import normalize, squared_error
-from mxd.ops import sparse_decode
+from mxd.ops import sparse_decode, topk_linear
 
 T = TypeVar("T")
 
@@ -97,6 +97,22 @@ class ReplacementLayer(nn.Module, ABC):
         """Return which units are active and how strongly."""
         code: Code = self.sparsity(self._rows(x), self.gates)
         return code.reshape(x.shape[:-1])
+
+    def dead_code(self, x: Float[Tensor, "*batch d_in"], dead: Bool[Tensor, " units"], k: int) -> Code:
+        """Return the code of the ``k`` largest positive pre-activations among dead units.
+
+        Args:
+            x: what the layer reads.
+            dead: which units.
+            k: how many.
+        """
+        units = dead.nonzero().squeeze(1)
+        activations, chosen = topk_linear(self._rows(x), *self.gates.rows(units), min(k, len(units)))
+        return Code(activations, units[chosen]).reshape(x.shape[:-1])
+
+    def rest(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return what the output is without any unit: the output bias, and a skip where there is one."""
+        return self._rest(self._rows(x)).reshape(*x.shape[:-1], -1).to(x.dtype)
 
     def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
         """Return where the input is that of BOS, up to ``BOS_RADIUS``, so that the output is the stored constant."""
@@ -214,6 +230,10 @@ class ReplacementLayer(nn.Module, ABC):
     @abstractmethod
     def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens width"]:
         """Return the hidden state of each row."""
+
+    def _rest(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens d_out"]:
+        """Return the output without any unit."""
+        return self.bias.expand(len(x), -1)
 
     @abstractmethod
     def _decode(

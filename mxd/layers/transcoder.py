@@ -103,6 +103,9 @@ class Transcoder(FeatureLayer):
         """As ``ReplacementLayer.scaling``."""
         return super().scaling() | ({"skip": (1, -1)} if self.skip is not None else {})
 
+    def _rest(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens d_out"]:
+        return super()._rest(x) if self.skip is None else torch.addmm(self.bias, x, self.skip)
+
     def _decode(
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"] | None
     ) -> Float[Tensor, "tokens d_out"]:

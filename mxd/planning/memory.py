@@ -32,6 +32,9 @@ from mxd.planning.profiler import Cost, meter
 ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""
 
+MOMENT_BYTES = {"adam": 8, "signum": 4, "muon": 4}
+"""Bytes of moments for each parameter."""
+
 TEXT_BYTES = 5
 """Bytes of memory for each byte of a local text: documents, the tables they are read from, token ids; measured."""
 
@@ -168,7 +171,7 @@ class _Parts:
         rows = -(-training.batch_tokens // parts // accumulation)  # tokens in a part, rounded up
         candidates = candidate_dtype(self.device, training.candidates)
         steps = {
-            name: _step(layer, rows, accumulation, candidates, self.device)
+            name: _step(layer, rows, accumulation, candidates, self.device, training.settings.k_start)
             for name, (_, layer) in self.replacements.items()
         }
         host = self.on_host()
@@ -207,7 +210,7 @@ class _Parts:
         refilled = training.tokens > training.buffer_tokens  # with gradients and moments in memory
         sharded = params // self.shards
         layers = {"replacements": 4 * sharded, "counters": sum(8 * self.units(name) for name in group)}
-        optimizer = {"gradients": 4 * sharded, "Adam's moments": 8 * sharded}
+        optimizer = {"gradients": 4 * sharded, "moments": MOMENT_BYTES[training.settings.optimizer] * sharded}
         weights = {"base model": self.weights}
         # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
         whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
@@ -252,7 +255,12 @@ class _Parts:
 
 
 def _step(
-    config: ReplacementConfig, rows: int, accumulation: int, candidates: CandidateDtype, device: torch.device
+    config: ReplacementConfig,
+    rows: int,
+    accumulation: int,
+    candidates: CandidateDtype,
+    device: torch.device,
+    widening: float,
 ) -> Cost:
     """Return the cost of a step without Adam's, for ``accumulation`` parts of ``rows`` tokens each."""
     k = config.sparsity.max_k
@@ -260,7 +268,7 @@ def _step(
         config = config.model_copy(update={"sparsity": TopKConfig(k=k)})
     with torch.device("meta"):
         layer = config.build().train()
-    layer.sparsity.candidates = candidates
+    layer.sparsity.candidates, layer.sparsity.widening = candidates, widening
     x, y = (torch.empty(rows, width or 0, device="meta") for width in (config.d_in, config.d_out))
 
     part = partial(forward_backward, layer, x, y, accumulation)

@@ -42,7 +42,7 @@ class Times:
     """The base model's forward, over a process's share of the tokens."""
     steps: float
     """Forward and backward of the replacements."""
-    adam: float
+    optimizer: float
     """Optimiser steps, the same in every process of a group."""
     exchange: float
     """Sending activations to the processes that train on them."""
@@ -56,7 +56,7 @@ class Times:
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return self.base + self.steps + self.adam + self.exchange + self.gradients
+        return self.base + self.steps + self.optimizer + self.exchange + self.gradients
 
 
 def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
@@ -102,7 +102,7 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
             Times(
                 base=factor * tokens / world * (base.flops / speeds.base + base.moved / speeds.copies),
                 steps=factor * tokens / parts * sum(product_seconds(w, speeds) + w.moved / speeds.copies for w in work),
-                adam=factor * tokens * sum(w.fixed for w in work) / speeds.copies,
+                optimizer=factor * tokens * sum(w.fixed for w in work) / speeds.copies,
                 exchange=received / speeds.network if speeds.network else 0.0,
                 gradients=reduced / speeds.network if speeds.network else 0.0,
                 exchanged=received,

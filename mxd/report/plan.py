@@ -64,7 +64,7 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
 
 def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
     world = len(plan.layout.shares)
-    parts = {"base model": times.base, "steps": times.steps, "Adam": times.adam}
+    parts = {"base model": times.base, "steps": times.steps, "optimiser": times.optimizer}
     if world > 1:
         parts |= {"exchange of activations": times.exchange, "sum of gradients": times.gradients}
         yield (

@@ -18,7 +18,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
 from mxd.training.saving import Saver
 from mxd.training.source import bos_activations, covariances
-from mxd.training.step import Trainee, learning_rate, train_step
+from mxd.training.step import Trainee, learning_rate, mean_sizes, train_step
 
 STOP_EVERY = 8
 """Steps between two exchanges in which the processes of a launch learn whether one of them was told to stop."""
@@ -78,10 +78,9 @@ class Loop:
     def train_batch(self, batch: Batch) -> None:
         """Let every replacement take a step."""
         training = self.config.training
-        rate, seen = learning_rate(self.step, training), (self.step + 1) * training.batch_tokens
         for trainee in self.trainees:
             with _memory(f"at step {self.step:,}, in {trainee.name}"):
-                train_step(trainee, *batch.sites[trainee.number], rate, seen, training.parts, training.clip_norm)
+                train_step(trainee, *batch.sites[trainee.number], training, self.step)
         self.step += 1
         self.cursor = batch.cursor
 
@@ -98,10 +97,13 @@ class Loop:
         first = next(batches)
         with self.processes.together():
             bos = bos_activations(self.config, self.base)
-        start, moments = self.config.training.settings.initialisation, self.covariances()
+        settings, moments = self.config.training.settings, self.covariances()
         for trainee in self.trainees:
             block = trainee.number
-            trainee.initialise(first.means[block], bos.get(block), start, moments.get(block))
+            if settings.scaled:
+                trainee.scale(mean_sizes(first.sites[block], trainee.processes))
+                trainee.enlarge()
+            trainee.initialise(first.means[block], bos.get(block), settings, moments.get(block))
             if self.shard:
                 trainee.shard()
         return chain(iter([first]), batches)  # ``iter``: a list would keep the first batch alive during the whole run

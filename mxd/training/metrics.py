@@ -138,7 +138,7 @@ class Metrics:
             lr: its learning rate.
         """
         training, now = self.config.training, time.monotonic()
-        seen, dead_after = step * training.batch_tokens, min(training.dead_after, training.tokens // 4)
+        seen, dead_after = step * training.batch_tokens, training.dead_tokens
         rate = (step - self.clock_step) * training.batch_tokens / max(now - self.clock, 1e-9)
         self.merge()
         self.reported = self.of_all({name: stats.report(seen, dead_after) for name, stats in self.stats.items()})

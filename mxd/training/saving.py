@@ -20,9 +20,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
 from mxd.training.source import BASE, excluded_ids_of, origin
 from mxd.training.state import RUN_FILE, Info, State, new_run, run_of, save_state
-from mxd.training.step import Trainee, learned
-
-ADAM_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+from mxd.training.step import Trainee
 
 
 @dataclass
@@ -83,7 +81,9 @@ class Saver:
                 trainee.shard()
             tensors = state.tensors(trainee.name)
             # A new optimizer has no moments, whose shapes are therefore taken from the state itself.
-            expected = {k: tensors.get(k, v) if k.startswith("adam/") else v for k, v in tensors_of(trainee).items()}
+            expected = {
+                k: tensors.get(k, v) if k.startswith("optimizer/") else v for k, v in tensors_of(trainee).items()
+            }
             fit_tensors(expected, tensors, f"{state.folder}/{trainee.name}")
             restore_tensors(trainee, tensors)
             trainee.stats.tokens = info.counted[trainee.name]
@@ -202,23 +202,21 @@ class Saver:
 def tensors_of(trainee: Trainee) -> dict[str, Tensor]:
     """Return every tensor of a replacement's state by name, unsharded; all its processes call this together."""
     tensors = {f"layer/{k}": whole(v) for k, v in trainee.layer.state_dict().items()}
-    for key, parameter in learned(trainee.layer).items():
-        for moment in ADAM_MOMENTS:
-            value = trainee.optimizer.state[parameter].get(moment)
-            tensors[f"adam/{moment}/{key}"] = torch.zeros(()) if value is None else whole(value)
+    tensors |= {f"optimizer/{k}": v for k, v in trainee.optimizer.state().items()}
     tensors |= {f"sum/{k}": v for k, v in trainee.stats.sums.items()}
-    return tensors | {"last_active": trainee.stats.last_active}
+    scales = torch.tensor(trainee.scales, dtype=torch.float64)
+    return tensors | {"last_active": trainee.stats.last_active, "scales": scales}
 
 
 def restore_tensors(trainee: Trainee, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors of a saved state back in place."""
     weights = {k.removeprefix("layer/"): v for k, v in tensors.items() if k.startswith("layer/")}
     trainee.layer.load_state_dict({k: placed_as(v, weights[k]) for k, v in trainee.layer.state_dict().items()})
-    state = {  # Adam's own layout: parameters go by their number; ``step`` is never sharded
-        i: {m: placed_as(parameter if m != "step" else None, tensors[f"adam/{m}/{key}"]) for m in ADAM_MOMENTS}
-        for i, (key, parameter) in enumerate(learned(trainee.layer).items())
-    }
-    trainee.optimizer.load_state_dict({"state": state, "param_groups": trainee.optimizer.state_dict()["param_groups"]})
+    input_scale, output_scale = tensors["scales"].tolist()
+    trainee.scale((input_scale, output_scale))
+    trainee.optimizer.restore(
+        {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
+    )
     for key, total in trainee.stats.sums.items():
         total.copy_(tensors[f"sum/{key}"])
     trainee.stats.last_active.copy_(tensors["last_active"])

@@ -38,7 +38,7 @@ from mxd.common.progress import console
 from mxd.data.activations import Cursor
 from mxd.data.checks import MOST_USELESS
 
-FORMAT = 4
+FORMAT = 5
 RUN_FILE = "run_id"
 
 HASH = r"^[0-9a-f]{32}$"
@@ -58,7 +58,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], Written]
 
 
@@ -67,7 +67,7 @@ class Info(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     run_id: str = Field(pattern=HASH)
     """The run that the state belongs to."""
     step: PositiveInt
@@ -264,7 +264,7 @@ def _is_older(path: Path) -> bool:
             formats.append(content.get("format") if isinstance(content, dict) else None)
         except (OSError, ValueError):
             formats.append(None)
-    return formats[0] == formats[1] in (2, 3)
+    return formats[0] == formats[1] in (2, 3, 4)
 
 
 def new_run(folder: Path) -> str:

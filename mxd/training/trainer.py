@@ -83,7 +83,7 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
     number, group = processes.split(len(layout.groups))
     shard = shard and group.many
     trainees = [
-        new_trainee(name, block, layer, config.seed, base.device, config.training.candidates, group)
+        new_trainee(name, block, layer, config.seed, base.device, config.training, group)
         for name, (block, layer) in plan.replacements.items()
         if name in layout.groups[number]
     ]

@@ -8,7 +8,7 @@ from variants import GENERAL
 
 from mxd.layers import LAYERS
 from mxd.layers.losses import normalized_mse
-from mxd.layers.objective import forward_backward
+from mxd.layers.objective import auxk_loss, forward_backward
 
 
 @pytest.fixture(params=GENERAL)
@@ -50,3 +50,59 @@ def test_the_gradients_of_the_parts_add_up_to_the_whole_ones(layer, sites):
     for part in zip(*(site.chunk(3) for site in sites), strict=True):
         forward_backward(parts, *part, 3)
     torch.testing.assert_close(gradients(parts), gradients(layer))
+
+
+# --- AuxK -----------------------------------------------------------------------------------------------------------
+
+
+def test_auxk_is_the_formula_on_dense_codes(layer, sites):
+    """``min(dead / k, 1) ||r - (a_dead C)(z D)||^2``, with ``r`` held fixed and no bias, skip or live unit in it."""
+    layer.float()
+    other, (x, y) = copy.deepcopy(layer), sites
+    dead = torch.arange(16) % 3 == 0
+    read = other.read(x, y)
+    weight, bias = other.gates.rows(torch.arange(16))
+    pre = torch.where(dead, read @ weight.T + bias, 0).relu()
+    kth = pre.topk(2).values[:, 1:]  # 5 // 2 units a token
+    chosen = torch.where(pre >= kth, pre, 0)
+    units = torch.stack([other.unit_output(n, read) for n in range(16)], -2)
+    residual = (y - other(read)).detach()
+    error = (residual - (chosen.unsqueeze(-1) * units).sum(-2)).square().sum(-1)
+    expected = (error / y.norm(dim=-1)).mean() / 5
+    got = auxk_loss(layer, read, layer.encode(read), y, dead)
+    torch.testing.assert_close(got, expected)
+    one = torch.arange(16) == 7
+    few = auxk_loss(layer, read, layer.encode(read), y, one)
+    expected_few = (residual - pre_of(other, read, 7) * other.unit_output(7, read)).square().sum(-1) / y.norm(dim=-1)
+    torch.testing.assert_close(few, 0.5 * expected_few.mean() / 5)
+    expected.backward()
+    got.backward()
+    zero = torch.zeros(5)
+    torch.testing.assert_close(layer.bias.grad, zero)
+    both = (gradients(owner) | {"bias": zero} for owner in (layer, other))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
+
+
+def pre_of(layer, read, n):
+    weight, bias = layer.gates.rows(torch.tensor([n]))
+    return (read @ weight.T + bias).relu()
+
+
+def test_auxk_is_added_with_its_weight_and_nothing_where_no_unit_is_dead(layer, sites):
+    x, y = sites
+    plain, none, some, alone = (copy.deepcopy(layer) for _ in range(4))
+    dead = torch.arange(16) > 11
+    forward_backward(plain, x, y)
+    forward_backward(none, x, y, 1, torch.zeros(16, dtype=torch.bool), 0.5)
+    forward_backward(some, x, y, 1, dead, 0.5)
+    read = alone.read(x, y)
+    auxk_loss(alone, read, alone.encode(read), y, dead).backward()
+    for (name, whole), one, other, extra in zip(
+        gradients(some).items(),
+        gradients(plain).values(),
+        gradients(none).values(),
+        gradients(alone).values(),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(whole, one + (0.5 * extra if extra is not None else 0), msg=name)

@@ -83,9 +83,9 @@ def test_what_is_metered_is_what_training_runs(tmp_path: Path, monkeypatch: pyte
     calls = {"mxd.planning.memory": [], "mxd.training.step": []}
     for name, seen in calls.items():
 
-        def noted(layer, x, y, parts, seen=seen):
+        def noted(layer, x, y, parts, *revived, seen=seen):
             seen.append((layer.config, x.shape, y.shape, parts))
-            return forward_backward(layer, x, y, parts)
+            return forward_backward(layer, x, y, parts, *revived)
 
         monkeypatch.setattr(f"{name}.forward_backward", noted)
     train(small(tmp_path, replacements=EVERYTHING[::2], training={"accumulation": 2}), model=trained_gpt2)
@@ -111,7 +111,7 @@ def test_memory_is_the_sum_of_its_parts(tmp_path: Path) -> None:
     config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:2])
     plan = plan_run(config)
     steps, record = plan.memory["taking steps"], plan.memory["recording activations"]
-    state = steps["replacements"] + steps["gradients"] + steps["Adam's moments"]
+    state = steps["replacements"] + steps["gradients"] + steps["moments"]
     assert plan.params == sum(layer.num_params for _, layer in plan.replacements.values())
     assert state == 16 * plan.params
     sites = 2 * 2 * 128 * 4
@@ -204,10 +204,10 @@ def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
     assert one.exchange == one.gradients == 0
     apart = step_times(plan_run(config, world=2), tokens, speeds)  # a block each
     assert apart.base == pytest.approx(one.base / 2) and apart.steps == pytest.approx(one.steps / 2)
-    assert apart.adam == pytest.approx(one.adam / 2) and apart.gradients == 0
+    assert apart.optimizer == pytest.approx(one.optimizer / 2) and apart.gradients == 0
     assert apart.exchange == pytest.approx(tokens * site / 2 / 1e7)  # half of its block's rows come from the other
     shared = step_times(plan_run(config, world=2, groups=1), tokens, speeds)
-    assert shared.adam == pytest.approx(one.adam)  # each takes the whole step
+    assert shared.optimizer == pytest.approx(one.optimizer)  # each takes the whole step
     assert shared.steps == pytest.approx(one.steps / 2, rel=0.1)  # but for the weights, which both read
     params = sum(layer.num_params for _, layer in plan_run(config).replacements.values())
     assert shared.gradients == pytest.approx(4 * params / 1e7)  # 2 (s - 1) / s of them, for s = 2
@@ -252,7 +252,7 @@ def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, ca
     config.write_text(yaml.safe_dump(small(tmp_path).model_dump(mode="json")))
     code, out, _ = mxd(capsys, "plan", config, "--json", file, "--processes", "2", "--groups", "1", "--network", "1")
     assert code == 0
-    for word in ("block2-mxd-k8", "base model", "gradients", "Adam's moments", "forward", "largest step", "3 states"):
+    for word in ("block2-mxd-k8", "base model", "gradients", "moments", "forward", "largest step", "3 states"):
         assert word in out
     assert "2 processes, groups of 2" in out and out.endswith("it fits\n")
     found = json.loads(file.read_text())

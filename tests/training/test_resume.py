@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import assert_same_run, seal_state
+from runs import assert_same_run, seal_state, stop_after
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.common.parsing import differences
-from mxd.common.stop import Interrupted
 from mxd.config import RunConfig, config_hash, dump_config, load_config, parse_config
 from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
@@ -46,22 +45,6 @@ def config_of(root: Path, run: str = "r", **fields) -> RunConfig:
     for key, value in fields.items():
         raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
     return parse_config(raw)
-
-
-def stop_after(step: int, config: RunConfig, model) -> None:
-    """Train up to a step and stop there, as Ctrl-C does."""
-
-    def stopping(run, stop) -> bool:
-        return run.step == step
-
-    def stopped(run, stop) -> Interrupted:
-        return Interrupted(f"stopped at step {run.step}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.Loop, "stopping", stopping)
-        patch.setattr(module.Loop, "stopped", stopped)
-        with pytest.raises(Interrupted, match=f"stopped at step {step}"):
-            train(config, model=model)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -398,8 +381,8 @@ def spoil(monkeypatch):
 
 FOUND = {
     "layer/decoder": lambda trainee: trainee.layer.decoder.data,
-    "adam/exp_avg/": lambda trainee: next(iter(trainee.optimizer.state.values()))["exp_avg"],
-    "adam/exp_avg_sq/": lambda trainee: next(iter(trainee.optimizer.state.values()))["exp_avg_sq"],
+    "optimizer/exp_avg/": lambda trainee: next(iter(trainee.optimizer.parts[0].state.values()))["exp_avg"],
+    "optimizer/exp_avg_sq/": lambda trainee: next(iter(trainee.optimizer.parts[0].state.values()))["exp_avg_sq"],
 }
 
 

@@ -20,7 +20,7 @@ from mxd.artifacts.checkpoint import load_layer
 from mxd.artifacts.folders import read_config
 from mxd.common.errors import MxdError
 from mxd.common.stop import Interrupted
-from mxd.config import dump_config
+from mxd.config import TrainingConfig, dump_config
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
@@ -338,10 +338,10 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
-    config = small(tmp_path, training={"tokens": 512 * 20, "dead_after": 512 * 4})
+    config = small(tmp_path, training={"tokens": 512 * 40, "dead_after": 512 * 2})
     folder = train(config)
     last = load_file(sorted((folder / "state").glob("*"))[-1] / "block2-mxd-k8.safetensors")["last_active"]
-    expected = (512 * 20 - last >= 512 * 4).float().mean()
+    expected = (512 * 40 - last >= 512 * 2).float().mean()
     assert metrics(folder)[-1]["dead_share"] == pytest.approx(float(expected))
     assert 0 < expected < 1
 
@@ -439,7 +439,7 @@ def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytes
     real = ops._from_candidates
     monkeypatch.setattr(ops, "_from_candidates", lambda *inputs: (used.append(1), real(*inputs))[1])
     for candidates in ("float32", "bfloat16", "auto"):
-        trainee = new_trainee("j", 0, config, 0, torch.device("cpu"), candidates)
+        trainee = new_trainee("j", 0, config, 0, torch.device("cpu"), TrainingConfig(candidates=candidates))
         asked = ops.candidate_dtype(torch.device("cpu")) if candidates == "auto" else candidates
         for training in (True, False, True):
             trainee.layer.train(training)(torch.randn(5, 6))
