@@ -213,6 +213,25 @@ DECOMPOSITION = (
 )
 """Does it decompose?"""
 
+# faithfulness.json: what does it cost?
+
+PARAMS = Metric("params", "params", "{:,.0f}", "parameters of the replacement")
+ACTIVE_PARAMS = Metric(
+    "active_params",
+    "active params",
+    "{:,.0f}",
+    "parameters that a token's output depends on: those that units share, and those of its active units",
+)
+FLOPS = Metric(
+    "flops",
+    "FLOPs",
+    "{:,.0f}",
+    "operations for a token's output, two for each multiply-add, the choice of units included",
+)
+
+COST = (PARAMS, ACTIVE_PARAMS, FLOPS, L0)
+"""What does it cost?"""
+
 # generation.json
 
 MATCH = Metric(
@@ -361,11 +380,11 @@ HIGH_RANDOM = Metric(
 
 PURGING = (THRESHOLD, PURGED, PURGED_SHARE, BY_CHANCE, LOW, HIGH, LOW_RANDOM, HIGH_RANDOM)
 
-QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITION}
+QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITION, "What does it cost?": COST}
 """The tables of an evaluation, by their titles."""
 
 METRICS = {
-    "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION))),
+    "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION, *COST))),
     "generation": GENERATION,
     "structure": STRUCTURE,
     "units": UNITS,

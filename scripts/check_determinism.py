@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-TIMED = {"seconds", "tokens_per_second", "out", "run_id"}
+TIMED = {"seconds", "tokens_per_second", "step_seconds", "out", "run_id"}
 """Fields that say how long something took, the run's folder, and its name."""
 
 RUN: dict[str, Any] = {

@@ -13,7 +13,7 @@ from mxd.config import RunConfig, parse_config
 from mxd.training.loop import Loop
 from mxd.training.trainer import train
 
-TIMING = ("seconds", "tokens_per_second")
+TIMING = ("seconds", "tokens_per_second", "step_seconds")
 
 
 def small(tmp_path: Path, **fields) -> RunConfig:

@@ -62,7 +62,7 @@ class Account:
         self.moments = CodeMoments(layer)
         self.hidden: Tensor | float = 0.0
         self.parts = {name: Energy() for name in ("output", "gate", "dense", "interaction", "skip")}
-        self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "active", "effective"), 0.0)
+        self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "effective"), 0.0)
 
     def see_means(self, x: Float[Tensor, "tokens d_in"]) -> None:
         """Count a batch of the layer's inputs, leaving out those it answers with its stored constant."""
@@ -107,7 +107,6 @@ class Account:
         self.sums["shared"] += float((layer.decode(x, only(code, self.moments.leading_unit)) - bias).square().sum())
         self.sums["mean_gate"] += float(normalized_mse(mean_gate, y)) * len(x)
         self.sums["fixed"] += float(normalized_mse(fixed, y)) * len(x)
-        self.sums["active"] += float((code.activations > 0).sum())
         self.sums["effective"] += float(effective_units(code.activations).sum())
 
     def report(self) -> dict[str, float]:
@@ -115,7 +114,6 @@ class Account:
         tokens, output = max(self.moments.tokens, 1), max(self.sums["output"], 1e-30)
         energy = max(self.parts["output"].value, 1e-30)
         return {
-            "l0": self.sums["active"] / tokens,
             "dead_share": self.moments.dead_share,
             "routed_share": self.sums["routed"] / output,
             "shared_share": self.sums["shared"] / output,

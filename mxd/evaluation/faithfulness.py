@@ -26,9 +26,10 @@ from mxd.evaluation.account import Account
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.harness import Tasks, score
 from mxd.evaluation.walk import Mean, cross_entropy, evaluation_mode, next_token_logits, streamed
-from mxd.layers import ReplacementLayer
+from mxd.layers import ReplacementConfig, ReplacementLayer
 from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
+from mxd.planning.flops import token_flops
 from mxd.questions import DEFAULTS, FaithfulnessConfig
 from mxd.splice import Replacement, Splice, Where
 
@@ -118,7 +119,7 @@ class Reconstruction:
     def __init__(self, layer: nn.Module, account: Account | None) -> None:
         self.layer = layer
         self.account = account
-        self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens"), 0.0)
+        self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens", "active"), 0.0)
         self.y = torch.zeros(())
 
     def see_means(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
@@ -132,6 +133,7 @@ class Reconstruction:
             x = self.layer.read(x, y)
             code = self.layer.encode(x)
             prediction = self.layer.decode(x, code)
+            self.sums["active"] += int(code.active_count())
             if self.account is not None:
                 self.account.see(x, y, code, prediction)
         else:
@@ -147,6 +149,8 @@ class Reconstruction:
         n = self.sums["tokens"]
         fvu = self.sums["error"] / (self.sums["y_squared"] - float(self.y.square().sum()) / n)
         metrics = {"normalized_mse": self.sums["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
+        if isinstance(self.layer, ReplacementLayer):
+            metrics["l0"] = self.sums["active"] / n
         return metrics | (self.account.report() if self.account is not None else {})
 
 
@@ -243,6 +247,9 @@ def answer(
     results = evaluate(subject.base, sets, subject.contexts(how.seed), how.tokens)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]
+        blocks = results[name]["blocks"]
+        costs = [_cost(t.layer.config, blocks[str(number)]["l0"]) for number, t in members.items()]
+        results[name] |= {key: sum(cost[key] for cost in costs) for key in costs[0]}
     scores = {} if tasks is None else {"lm_eval": score(subject.base, sets, tasks)}
     return subject.document(results, tokens_asked=how.tokens, seed=how.seed) | scores
 
@@ -356,6 +363,15 @@ def _second_pass(
 def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
     ablated = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
     return splice.prediction.report() | ablated | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
+
+
+def _cost(config: ReplacementConfig, l0: float) -> dict[str, float]:
+    """Return a layer's size and the work it does for a token."""
+    return {
+        "params": config.num_params,
+        "active_params": config.active_params(l0),
+        "flops": token_flops(config),
+    }
 
 
 def _is_additive(layer: nn.Module) -> TypeGuard[ReplacementLayer]:

@@ -111,6 +111,15 @@ class ReplacementConfig(BaseModel, ABC):
         """``num_params`` if every unit's weight were stored by itself; the same where nothing is shared."""
         return self.num_params
 
+    def active_params(self, l0: float) -> float:
+        """Return the parameters that a token's output depends on: those that units share, and those of active units.
+
+        Args:
+            l0: units active for a token, on average.
+        """
+        one, two = (self.model_copy(update={"num_units": n}).layer_params for n in (1, 2))
+        return one + (l0 - 1) * (two - one)
+
     @property
     def needs_covariance(self) -> bool:
         """Whether ``ReplacementLayer.initialise`` asks for a ``Covariance``."""

@@ -23,6 +23,8 @@ class Cost:
     """FLOPs of its dense products, two for each multiply-add."""
     rounded: int = 0
     """Those among them that are in bfloat16."""
+    sparse: int = 0
+    """FLOPs of its sparse products, two for each number of a table that is read."""
     moved: int = 0
     """Bytes that its operations read and write, as if no cache kept anything between them."""
     peak: int = 0
@@ -38,7 +40,7 @@ def meter(run: Callable[[], Any]) -> Cost:
     """
     with _Meter() as costs, FlopCounterMode(display=False) as counter:
         run()
-    return Cost(counter.get_total_flops(), costs.rounded, costs.moved, costs.peak, costs.largest)
+    return Cost(counter.get_total_flops(), costs.rounded, costs.sparse, costs.moved, costs.peak, costs.largest)
 
 
 _aten = torch.ops.aten
@@ -55,7 +57,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.rounded = self.moved = self.largest = 0
+        self.live = self.peak = self.rounded = self.sparse = self.moved = self.largest = 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,6 +72,8 @@ class _Meter(TorchDispatchMode):
             self.hold(tensor)
         if func.overloadpacket in flop_registry and outputs[0].dtype is torch.bfloat16:
             self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        if func.overloadpacket in _BAGS:
+            self.sparse += 2 * _indices(args).numel() * args[0].shape[1]
         if not func.is_view:
             self.moved += _traffic(func, list(_tensors((args, kwargs))), outputs)
         return out
@@ -106,10 +110,14 @@ def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     if packet in _ROWS_READ:  # each row is read once and written once
         return 2 * written
     if packet in _BAGS:  # a bag reads its rows and writes their sum; the gradient's two tables are equally wide
-        indices = max((t for t in inputs if not t.is_floating_point()), key=Tensor.numel)
-        table = inputs[0]
+        indices, table = _indices(inputs), inputs[0]
         return written + _bytes(indices) + indices.numel() * table.shape[1] * table.element_size()
     return written + sum(map(_bytes, inputs))
+
+
+def _indices(inputs: Any) -> Tensor:
+    """Return the indices among the inputs of a bag: offsets, beside them, are fewer."""
+    return max((t for t in _tensors(inputs) if not t.is_floating_point()), key=Tensor.numel)
 
 
 def _bytes(tensor: Tensor) -> int:

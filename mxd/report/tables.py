@@ -7,24 +7,23 @@ from rich.table import Table
 
 from mxd.common.markdown import grid
 from mxd.common.progress import WIDTH
-from mxd.metrics import DECOMPOSITION, FAITHFULNESS, QUESTIONS, Metric, explained
+from mxd.metrics import QUESTIONS, explained
 
 HEAD = ("method", "block", "sparsity")
 
 
 def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Return both tables as cells, the header first: a row for each splice, by block, method and K.
+    """Return a table for each of ``QUESTIONS`` as cells, the header first: a row for each splice, by block, method, K.
 
     A splice of several layers shows averages over them.
     """
     results = sorted(evaluation["results"].items(), key=_order)
-    faithful = [
-        [*_head(name, result), f"{_params(result):,}", *_cells(result, FAITHFULNESS)] for name, result in results
-    ]
-    decomposed = [[*_head(name, result), *_cells(result, DECOMPOSITION)] for name, result in results]
     return [
-        [[*HEAD, "params", *(metric.title for metric in FAITHFULNESS)], *faithful],
-        [[*HEAD, *(metric.title for metric in DECOMPOSITION)], *decomposed],
+        [
+            [*HEAD, *(metric.title for metric in metrics)],
+            *([*_head(name, result), *(metric.shown(result) for metric in metrics)] for name, result in results),
+        ]
+        for metrics in QUESTIONS.values()
     ]
 
 
@@ -33,14 +32,6 @@ def _head(name: str, result: Mapping[str, Any]) -> list[str]:
     if others:
         return [name, f"{len(result['blocks'])} layers", "-"]
     return [first["method"], str(first["block"]), first["sparsity"]]
-
-
-def _params(result: Mapping[str, Any]) -> int:
-    return sum(replacement["params"] for replacement in result["replacements"])
-
-
-def _cells(result: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
-    return [metric.shown(result) for metric in metrics]
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, str, int]:

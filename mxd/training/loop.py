@@ -1,6 +1,7 @@
 """The loop of a run: it takes batches from the stream, and every replacement takes a step on each."""
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -79,8 +80,10 @@ class Loop:
         """Let every replacement take a step."""
         training = self.config.training
         for trainee in self.trainees:
+            begin = time.perf_counter()
             with _memory(f"at step {self.step:,}, in {trainee.name}"):
                 train_step(trainee, *batch.sites[trainee.number], training, self.step)
+            trainee.stats.seconds += time.perf_counter() - begin  # on a GPU: until its work is queued
         self.step += 1
         self.cursor = batch.cursor
 

@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class Stats:
-    """Sums between two lines of metrics, and when each unit was last active; all of it is part of the saved state."""
+    """Sums between two lines of metrics, and when each unit was last active; all but the time is part of the state."""
 
     def __init__(self, units: int, width: int, device: torch.device) -> None:
         self.sums = {
             name: torch.zeros(shape, device=device)
             for name, shape in {"loss": (), "error": (), "y": (width,), "y_squared": (), "active": ()}.items()
         }
-        self.tokens = 0
+        self.tokens, self.seconds = 0, 0.0
         self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Stats:
         """Set all counts to zero."""
         for total in self.sums.values():
             total.zero_()
-        self.tokens = 0
+        self.tokens, self.seconds = 0, 0.0
 
     def report(self, tokens_seen: int, dead_after: int) -> dict[str, float]:
         """Return the metrics since the last report, and clear the counts."""
@@ -141,20 +141,24 @@ class Metrics:
         seen, dead_after = step * training.batch_tokens, training.dead_tokens
         rate = (step - self.clock_step) * training.batch_tokens / max(now - self.clock, 1e-9)
         self.merge()
+        alone = self.of_all(
+            {name: stats.seconds / max(step - self.clock_step, 1) for name, stats in self.stats.items()}
+        )
         self.reported = self.of_all({name: stats.report(seen, dead_after) for name, stats in self.stats.items()})
         timing = {"seconds": round(now - self.clock, 3), "tokens_per_second": round(rate, 1)}
         with self.processes.together():
             if self.processes.first:
-                self._write({"step": step, "tokens": seen}, {"lr": lr} | timing)
+                self._write({"step": step, "tokens": seen}, {"lr": lr} | timing, alone)
         if training.trackers:
             for name, values in self.reported.items():
                 self.accelerator.log({f"{name}/{k}": v for k, v in values.items()}, step=step)
         self.clock, self.clock_step = now, step
 
-    def _write(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def _write(self, before: dict[str, Any], after: dict[str, Any], alone: Mapping[str, float]) -> None:
         with writing(self.file), self.file.open("a", encoding="utf-8") as file:
             for name, values in self.reported.items():
-                file.write(json.dumps(before | {"replacement": name} | values | after) + "\n")
+                own = {"step_seconds": round(alone[name], 5)}  # of this replacement; the others are of all together
+                file.write(json.dumps(before | {"replacement": name} | values | after | own) + "\n")
 
     def note(self) -> str:
         """Return the last report of the first three replacements in one line."""

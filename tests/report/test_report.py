@@ -30,6 +30,9 @@ def result(method: str, k: int | None, layer: int, increase: float) -> dict:
         "loss_recovered": 1 - increase / 2,
         "kl": 0.02,
         "top1_agreement": 0.9,
+        "params": 1000,
+        "active_params": 100.0,
+        "flops": 3000.0,
         "around_special": {"ce_increase": increase / 2},
         "blocks": {str(layer): metrics},
         "replacements": [what],
@@ -51,12 +54,11 @@ def test_a_share_of_noise_is_not_printed() -> None:
 
 def test_one_row_for_each_splice_with_its_numbers() -> None:
     found = evaluation({"b": result("TC", 16, 3, 0.5), "c": result("TC", 8, 3, 0.5), "a": result("MxD", 4, 2, 0.25)})
-    faithful, decomposed = tables(found)
+    faithful, decomposed, cost = tables(found)
     assert first(faithful) == {
         "method": "MxD",
         "block": "2",
         "sparsity": "k4",
-        "params": "1,000",
         "NMSE": "0.0100",
         "FVU": "0.200",
         "CE": "3.2500",
@@ -77,18 +79,27 @@ def test_one_row_for_each_splice_with_its_numbers() -> None:
         "4.0",
         "50%",
     ]
+    assert first(cost) | {"L0": ""} == {
+        "method": "MxD",
+        "block": "2",
+        "sparsity": "k4",
+        "params": "1,000",
+        "active params": "100",
+        "FLOPs": "3,000",
+        "L0": "",
+    }
     assert cells["mean gate"] == cells["skip"] == "-", "not measured"
-    assert [table.row_count for table in terminal_tables(found)] == [3, 3]
+    assert [table.row_count for table in terminal_tables(found)] == [3, 3, 3]
     for width in (1, 50, 80, 160, 1000):
         narrow = terminal_tables(found, width)
         heads = [[column.header for column in table.columns] for table in narrow]
         assert all(head[:3] == ["method", "block", "sparsity"] and len(head) > 3 for head in heads)
         assert [name for head in heads for name in head[3:]] == [name for rows in tables(found) for name in rows[0][3:]]
-        assert sum(table.title is not None for table in narrow) == 2
+        assert sum(table.title is not None for table in narrow) == 3
         assert width < 50 or max(Console(width=2000).measure(table).maximum for table in narrow) <= width
     assert [row[2] for row in faithful[1:]] == [row[2] for row in decomposed[1:]] == ["k4", "k8", "k16"]
     markdown = markdown_tables(found)
-    assert markdown.count("| TC | 3 | k8 |") == 2 and "*fixed*: NMSE when" in markdown
+    assert markdown.count("| TC | 3 | k8 |") == 3 and "*fixed*: NMSE when" in markdown
     assert "block 2: zero-ablated 5.0000" in caption(found) and "block 3" in caption(found)
 
 
@@ -97,12 +108,7 @@ def test_several_layers_at_once_are_one_row_of_averages() -> None:
     both["blocks"]["3"] = {**both["blocks"]["2"], "normalized_mse": 0.03}
     both["replacements"].append({**both["replacements"][0], "block": 3})
     cells = first(tables(evaluation({"together": both}))[0])
-    assert (cells["method"], cells["block"], cells["NMSE"], cells["params"]) == (
-        "together",
-        "2 layers",
-        "0.0200",
-        "2,000",
-    )
+    assert (cells["method"], cells["block"], cells["NMSE"]) == ("together", "2 layers", "0.0200")
 
 
 def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkeypatch) -> None:

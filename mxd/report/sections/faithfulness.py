@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from mxd.metrics import (
     CE_INCREASE,
+    COST,
     DECOMPOSITION,
     FAITHFULNESS,
     FIXED,
@@ -29,6 +30,7 @@ TABLES = (
         f"disguise; one with “{FIXED.title}” near {NMSE.title} is a transcoder, or one in disguise.",
         DECOMPOSITION,
     ),
+    ("What does it cost?", COST),
 )
 
 DRAWN = (NMSE, CE_INCREASE, KL)
