@@ -57,7 +57,7 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
         table.add_column(title, justify="right" if title else "left")
     for name, work in plan.work.items():
         layer = plan.replacements[name][1] if name in plan.replacements else None
-        params = (f"{layer.num_params:,}", f"{layer.unfactorised_params:.3g}") if layer else ("", "")
+        params = (f"{layer.num_params:,}", f"{layer.unfactorised_params:.2e}") if layer else ("", "")
         floor = product_seconds(work, speeds) if layer else work.flops / speeds.base
         cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, *params, *cells)

@@ -226,7 +226,7 @@ def test_experts_at_gpt2s_budget(method, fields, units):
 
 def test_llamas_mxd_stands_for_two_trillion_parameters():
     config = MxDConfig(num_units=86_015).resolve(MLPShape(3072, 3072, 8192, "silu", True))
-    assert f"{config.unfactorised_params:.3g}" == "2.16e+12"
+    assert f"{config.unfactorised_params:.2e}" == "2.16e+12"
     n, d, h = 86_015, 3072, 8192
     assert config.unfactorised_params == 2 * h * (d + 1) + n * (d + 1) + n * h * d + d
 
