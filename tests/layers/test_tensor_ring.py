@@ -76,6 +76,7 @@ def test_with_diagonal_slices_it_is_cp(mlp, randomise):
         ({"rank_1": 1}, 64),
         ({"rank_1": 2, "rank_share": 0.5}, 16),
         ({"rank_1": 3, "rank_2": 5}, 22),
+        ({"rank_1": 5, "rank_2": 3}, 22),
         ({"rank_share": 0.001}, 1),
         ({"rank_3": 7}, 7),
     ],
