@@ -44,6 +44,8 @@ LAYERS_ORDER = [
     "objective",
     "sizing",
     "encoder",
+    "experts",
+    "mumoe",
     "transcoder",
     "METHODS",
     "__init__",

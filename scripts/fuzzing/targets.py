@@ -77,6 +77,9 @@ def layers(folder: Path) -> Path:
         {"method": "transcoder", "skip": True},
         {"method": "transcoder", "sparsity": {"kind": "jumprelu"}},
         {"method": "cp_mumoe", "rank": 3, "sparsity": {"kind": "topk", "k": 3}, **encoder},
+        {"method": "tr_mumoe", "rank_3": 3, "start": "replicate", **encoder},
+        {"method": "tucker_mumoe", "rank_units": 2, "rank_in": 3, "rank_out": 2, "expert_bias": True, **encoder},
+        {"method": "moe", **encoder},
         {"method": "topk_sae", "sparsity": {"kind": "relu_l1", "l1": 0.1}},
     ]
     for number, fields in enumerate(kinds):

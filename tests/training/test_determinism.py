@@ -14,6 +14,9 @@ METHODS = [
     {"method": "transcoder", "num_units": 24, "skip": True, "sparsity": {"kind": "topk", "k": 4}},
     {"method": "transcoder", "num_units": 24, "sparsity": {"kind": "relu_l1", "l1": 0.01}},
     {"method": "cp_mumoe", "num_units": 24, "sparsity": {"kind": "topk", "k": 4}},
+    {"method": "tr_mumoe", "num_units": 24, "sparsity": {"kind": "topk", "k": 4}},
+    {"method": "tucker_mumoe", "num_units": 24, "sparsity": {"kind": "topk", "k": 4}},
+    {"method": "moe", "num_units": 5, "sparsity": {"kind": "topk", "k": 2}},
     {"method": "topk_sae", "num_units": 24, "sparsity": {"kind": "topk", "k": 4}},
 ]
 
