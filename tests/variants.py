@@ -21,6 +21,8 @@ VARIANTS = {
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
     "topk_sae": {"method": "topk_sae"},
+    "mumoe_block": {"method": "mumoe_block"},
+    "mumoe_block-ln": {"method": "mumoe_block", "layer_norm": True, "start": "replicate", "rank": 4},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 

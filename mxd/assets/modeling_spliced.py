@@ -32,6 +32,7 @@ class SparseLayer(nn.Module):
 
     mxd         y = (a C) * (z D) + b               a: the active units, z: the dense encoder's hidden state
     cp_mumoe    y = ((a C') * (z D')) W + b
+    mumoe_block y = ((a C2) * ([h, 1] A2)) W2 + b,   h = phi(((a C1) * ([x, 1] A1)) W1)
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
 
@@ -65,6 +66,15 @@ class SparseLayer(nn.Module):
         experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
         return (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
 
+    def mumoe_block(self, rows: Tensor) -> Tensor:
+        """Return the output of two CP-factorised mixtures with the same activations."""
+        tables = (self.first_experts, self.second_experts)
+        first, second = self.active(rows, self.gate, self.gate_bias, torch.cat(tables, 1)).chunk(2, 1)
+        read = F.layer_norm(rows, rows.shape[-1:]) if self.spec["layer_norm"] else rows
+        between = (first * (read @ self.first_in + self.first_bias)) @ self.first_out
+        between = ACTIVATIONS[self.spec["activation"]](between)
+        return (second * (between @ self.second_in + self.second_bias)) @ self.second_out + self.bias
+
     def transcoder(self, rows: Tensor) -> Tensor:
         """Return the output of a transcoder, with or without skip, or of an autoencoder."""
         out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
@@ -92,6 +102,7 @@ class SparseLayer(nn.Module):
 FORWARDS = {
     "mxd": SparseLayer.mxd,
     "cp_mumoe": SparseLayer.cp_mumoe,
+    "mumoe_block": SparseLayer.mumoe_block,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
 }

@@ -12,6 +12,7 @@ from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.mumoe import CPMuMoEConfig
+from mxd.layers.mumoe_block import MuMoEBlockConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sizing import size
@@ -22,9 +23,12 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "transcoder": TranscoderConfig,
     "cp_mumoe": CPMuMoEConfig,
     "topk_sae": TopKSAEConfig,
+    "mumoe_block": MuMoEBlockConfig,
 }
 
-AnyReplacement = Annotated[MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig, Field(discriminator="method")]
+AnyReplacement = Annotated[
+    MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig | MuMoEBlockConfig, Field(discriminator="method")
+]
 
 
 def parse_layer(fields: Any) -> ReplacementConfig:

@@ -16,6 +16,7 @@ STYLES = {
     "STC": ("#00798c", "^"),
     "CP-muMoE": ("#edae49", "D"),
     "SAE": ("#7a7a7a", "v"),
+    "muMoE-block": ("#8f5d2c", "P"),
 }
 
 
