@@ -46,6 +46,8 @@ LAYERS_ORDER = [
     "objective",
     "sizing",
     "encoder",
+    "experts",
+    "mumoe",
     "transcoder",
     "METHODS",
     "__init__",

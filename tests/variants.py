@@ -20,13 +20,22 @@ VARIANTS = {
     "transcoder-skip": {"method": "transcoder", "skip": True},
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
+    "cp_mumoe-bias": {"method": "cp_mumoe", "expert_bias": True, "start": "replicate"},
+    "mxd-bias": {"method": "mxd", "expert_bias": True},
+    "tr_mumoe": {"method": "tr_mumoe"},
+    "tr_mumoe-bias": {"method": "tr_mumoe", "rank_1": 2, "rank_2": 3, "expert_bias": True, "start": "replicate"},
+    "tt_mumoe": {"method": "tr_mumoe", "rank_1": 1},
+    "tucker_mumoe": {"method": "tucker_mumoe"},
+    "tucker_mumoe-bias": {"method": "tucker_mumoe", "expert_bias": True, "start": "replicate", "rank_units": 3},
+    "moe": {"method": "moe"},
+    "moe-bias": {"method": "moe", "expert_bias": True},
     "topk_sae": {"method": "topk_sae"},
     "mumoe_block": {"method": "mumoe_block"},
     "mumoe_block-ln": {"method": "mumoe_block", "layer_norm": True, "start": "replicate", "rank": 4},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
-ALL_KINDS = ("mxd", "transcoder")
+ALL_KINDS = ("mxd", "transcoder", "moe")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
 
 

@@ -32,6 +32,9 @@ class SparseLayer(nn.Module):
 
     mxd         y = (a C) * (z D) + b               a: the active units, z: the dense encoder's hidden state
     cp_mumoe    y = ((a C') * (z D')) W + b
+    tr_mumoe    y = ((a U1) (z U2)) U3 + b, a ring of tensors
+    tucker_mumoe  y = (((a A1) (x) (z A2)) . Z) A3 + b
+    moe         y = sum_n a_n (z W_n) + b
     mumoe_block y = ((a C2) * ([h, 1] A2)) W2 + b,   h = phi(((a C1) * ([x, 1] A1)) W1)
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
@@ -59,12 +62,38 @@ class SparseLayer(nn.Module):
     def mxd(self, rows: Tensor) -> Tensor:
         """Return the output of a Mixture of Decoders."""
         experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
-        return torch.addcmul(self.bias, experts, self.hidden(rows) @ self.decoder)
+        return torch.addcmul(self.bias, experts, self.project(rows, self.decoder))
 
     def cp_mumoe(self, rows: Tensor) -> Tensor:
         """Return the output of a CP-factorised mixture of experts."""
         experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
-        return (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
+        return (experts * self.project(rows, self.input_factor)) @ self.output_factor + self.bias
+
+    def tr_mumoe(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of experts that are slices of a tensor ring."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        one, two = self.spec["rank_1"], self.spec["rank_2"]
+        ring = experts.view(-1, one, two) @ self.project(rows, self.input_factor).view(-1, two, self.spec["rank_3"])
+        return ring.flatten(1) @ self.output_factor + self.bias
+
+    def tucker_mumoe(self, rows: Tensor) -> Tensor:
+        """Return the output of a Tucker-factorised mixture of experts."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        hidden = self.project(rows, self.input_factor)
+        parts = zip(experts.split(1024), hidden.split(1024), strict=True)  # outer products are large
+        inner = [(e.unsqueeze(2) * h.unsqueeze(1)).flatten(1) @ self.core.flatten(0, 1) for e, h in parts]
+        return torch.cat(inner) @ self.output_factor + self.bias
+
+    def moe(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of unfactorised experts, which are few."""
+        each = self.active(rows, self.gate, self.gate_bias, torch.eye(len(self.gate)).to(self.gate))
+        hidden, out = self.hidden(rows), self.bias.expand(len(rows), -1).clone()
+        if self.spec["expert_bias"]:
+            hidden = F.pad(hidden, (0, 1), value=1.0)
+        for activations, expert in zip(each.T, self.experts, strict=True):
+            at = activations.nonzero().squeeze(1)
+            out[at] += activations[at].unsqueeze(1) * (hidden[at] @ expert)
+        return out
 
     def mumoe_block(self, rows: Tensor) -> Tensor:
         """Return the output of two CP-factorised mixtures with the same activations."""
@@ -90,6 +119,11 @@ class SparseLayer(nn.Module):
             activation = activation * (activation > self.sparsity_threshold)
         return activation @ table
 
+    def project(self, x: Tensor, factor: Tensor) -> Tensor:
+        """Return ``z @ factor``; where experts have biases, ``factor`` has a row more, for a hidden unit that is 1."""
+        z = self.hidden(x)
+        return z @ factor[:-1] + factor[-1] if self.spec["expert_bias"] else z @ factor
+
     def hidden(self, x: Tensor) -> Tensor:
         """Return the dense encoder's hidden state, in the base MLP's form: plain or gated."""
         activation = ACTIVATIONS[self.spec["activation"]]
@@ -102,6 +136,9 @@ class SparseLayer(nn.Module):
 FORWARDS = {
     "mxd": SparseLayer.mxd,
     "cp_mumoe": SparseLayer.cp_mumoe,
+    "tr_mumoe": SparseLayer.tr_mumoe,
+    "tucker_mumoe": SparseLayer.tucker_mumoe,
+    "moe": SparseLayer.moe,
     "mumoe_block": SparseLayer.mumoe_block,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,

@@ -11,23 +11,37 @@ from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
+from mxd.layers.moe import MoEConfig
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mumoe_block import MuMoEBlockConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sizing import size
+from mxd.layers.tensor_ring import TRMuMoEConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.layers.tucker import TuckerMuMoEConfig
 
 LAYERS: dict[str, type[ReplacementConfig]] = {
     "mxd": MxDConfig,
     "transcoder": TranscoderConfig,
     "cp_mumoe": CPMuMoEConfig,
+    "tr_mumoe": TRMuMoEConfig,
+    "tucker_mumoe": TuckerMuMoEConfig,
+    "moe": MoEConfig,
     "topk_sae": TopKSAEConfig,
     "mumoe_block": MuMoEBlockConfig,
 }
 
 AnyReplacement = Annotated[
-    MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig | MuMoEBlockConfig, Field(discriminator="method")
+    MxDConfig
+    | TranscoderConfig
+    | CPMuMoEConfig
+    | TRMuMoEConfig
+    | TuckerMuMoEConfig
+    | MoEConfig
+    | TopKSAEConfig
+    | MuMoEBlockConfig,
+    Field(discriminator="method"),
 ]
 
 

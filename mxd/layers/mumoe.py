@@ -1,24 +1,124 @@
-"""CP-muMoE in the decoder (Oldfield et al., muMoE, NeurIPS 2024; MxD, equation 22): MxD's low-rank counterpart.
+"""The muMoE family in the decoder (Oldfield et al., muMoE, NeurIPS 2024): experts that are factorised together.
+
+A factorisation has a row of ``expert_factor`` for each expert, a row of ``input_factor`` for each hidden unit, and
+``output_factor``. Expert n's output is bilinear in its row and in the projected hidden state, so that the sum over
+experts is taken before anything is multiplied (lemma 2 of MxD):
+
+    y^ = combine(a C', z D') + b,   z W_n = combine(c'_n, z D')
+
+Here also CP-muMoE, MxD's low-rank counterpart (MxD, equation 22):
 
     y^ = ((a C') * (z D')) W + b,   C' [N, R],  D' [H, R],  W [R, d_out]
 
 Expert n is ``W_n = D' diag(c'_n) W``, of rank at most min(H, d_out, R).
 """
 
+from abc import abstractmethod
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
+from mxd.layers.base import code_product, linear_init, zeros
 from mxd.layers.config import MLPShape
-from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.gates import Code, LinearGate
-from mxd.layers.sizing import transcoder_params
+from mxd.layers.experts import ExpertConfig, ExpertLayer
+from mxd.layers.gates import Code
 
 
-class CPMuMoEConfig(EncodedConfig):
+class MuMoEConfig(ExpertConfig):
+    """Fields of the factorised mixtures."""
+
+    start: Literal["paper", "replicate"] = "paper"
+    """How the experts' factor is drawn: ``paper`` as ``nn.Linear`` (MxD, appendix B.4); ``replicate`` from N(1, 1)
+    (muMoE), so that all experts begin alike, up to noise. Either way the output factor begins at zero."""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers that each expert, each hidden unit and each output has in its factor."""
+
+    @property
+    def expert_params(self) -> int:
+        """The factors."""
+        experts, inputs, outputs = self.widths
+        return (self.num_units or 0) * experts + self.inputs * inputs + outputs * (self.d_out or 0)
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """As ``ExpertConfig``, with the ranks, and with the start where it is not the default."""
+        return (self.ranks, *super().form, *(("replicate",) if self.start == "replicate" else ()))
+
+    @property
+    @abstractmethod
+    def ranks(self) -> str:
+        """The ranks as they stand in the slug."""
+
+
+class MuMoE(ExpertLayer):
+    """A factorised mixture of experts. Units are experts."""
+
+    config: MuMoEConfig
+
+    def __init__(self, config: MuMoEConfig) -> None:
+        super().__init__(config)
+        experts, inputs, outputs = config.widths
+        n, o = config.num_units, config.d_out
+        assert n and o
+        self.expert_factor = linear_init(n, experts, fan_in=n)
+        self.input_factor = linear_init(config.inputs, inputs, fan_in=config.inputs)
+        self.output_factor = zeros(outputs, o)
+        if config.start == "replicate":
+            self._replicate()
+
+    @torch.no_grad()
+    def _replicate(self) -> None:
+        """Draw again what the start ``replicate`` draws from other distributions."""
+        self.expert_factor.normal_(1.0, 1.0)
+
+    @abstractmethod
+    def _combine(
+        self, experts: Float[Tensor, "*#batch experts"], hidden: Float[Tensor, "*#batch inputs"]
+    ) -> Float[Tensor, "*batch d_out"]:
+        """Return the experts' output, given rows of (or a mixture of) the expert factor and projected hidden states."""
+
+    @abstractmethod
+    def _gram(self) -> Float[Tensor, "experts experts"]:
+        """Return M with ``||W_n||_F^2 = c'_n M c'_n^T``."""
+
+    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return ``z W_n``."""
+        return self._combine(self.expert_factor[n], self.project(x, self.input_factor))
+
+    def unit_weight(self, n: int) -> Float[Tensor, "inputs d_out"]:
+        """Return ``W_n``: its rows are what the expert makes of each hidden unit alone."""
+        return self._combine(self.expert_factor[n], self.input_factor)
+
+    def unit_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||W_n||_F``."""
+        square = ((self.expert_factor @ self._gram()) * self.expert_factor).sum(-1)
+        return square.clamp_min(1e-30).sqrt()
+
+    def factor_norms(self) -> Float[Tensor, " units"]:
+        """Return ``||c'_n||``."""
+        return self.expert_factor.square().sum(-1).clamp_min(1e-30).sqrt()
+
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``; of the factors the last alone has a unit."""
+        return super().scaling() | {"output_factor": (0, -1)}
+
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens inputs"]:
+        return self.project(x, self.input_factor)
+
+    def _decode(
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens inputs"] | None
+    ) -> Float[Tensor, "tokens d_out"]:
+        hidden = self._hidden(x) if hidden is None else hidden
+        return self._combine(code_product(code, self.expert_factor), hidden) + self.bias
+
+
+class CPMuMoEConfig(MuMoEConfig):
     """CP-muMoE: N experts that share an encoder and are linear maps of rank at most R."""
 
     method: Literal["cp_mumoe"] = "cp_mumoe"
@@ -34,75 +134,35 @@ class CPMuMoEConfig(EncodedConfig):
         return "CP-muMoE"
 
     @property
-    def slug(self) -> str:
-        """For example ``cp-mumoe-r64-k32``."""
-        return f"cp-mumoe-r{self.rank}-{self.sparsity.slug}"
+    def ranks(self) -> str:
+        """For example ``r64``."""
+        return f"r{self.rank}"
 
     @property
-    def layer_params(self) -> int:
-        """Encoder, gate with biases, the three factors and the output bias."""
-        d, o, n, h, r = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden, self.rank))
-        return self.encoder_params + n * (d + 1) + n * r + h * r + r * o + o
+    def widths(self) -> tuple[int, int, int]:
+        """R each."""
+        rank = self.rank or 0
+        return rank, rank, rank
 
     def resolve(self, mlp: MLPShape) -> "CPMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and the rank from ``rank_share``."""
         return self.resolve_encoder(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
 
-    def paper_units(self, width: int) -> int:
-        """Return N that matches the true parameters of the transcoder; the paper states no convention of its own."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
-
     def _make(self) -> "CPMuMoE":
         return CPMuMoE(self)
 
 
-class CPMuMoE(ReplacementLayer):
-    """CP-factorised mixture of experts. Units are experts."""
+class CPMuMoE(MuMoE):
+    """CP-factorised mixture of experts."""
 
     config: CPMuMoEConfig
 
-    def __init__(self, config: CPMuMoEConfig) -> None:
-        super().__init__(config)
-        d, o, n, h, r = config.d_in, config.d_out, config.num_units, config.hidden, config.rank
-        assert d and o and n and h and r
-        self.encoder = DenseEncoder(config)
-        self.gate = linear_init(n, d, fan_in=d)
-        self.gate_bias = zeros(n)
-        self.expert_factor = linear_init(n, r, fan_in=n)
-        self.input_factor = linear_init(h, r, fan_in=h)
-        self.output_factor = zeros(r, o)
+    def _combine(
+        self, experts: Float[Tensor, "*#batch rank"], hidden: Float[Tensor, "*#batch rank"]
+    ) -> Float[Tensor, "*batch d_out"]:
+        """Return ``(experts * hidden) W``."""
+        return (experts * hidden) @ self.output_factor
 
-    @property
-    def gates(self) -> LinearGate:
-        """``x @ gate.T + gate_bias``: one row for each expert."""
-        return LinearGate(self.gate, self.gate_bias)
-
-    def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return ``z W_n = ((z D') * c'_n) W``."""
-        return ((self.encoder(x) @ self.input_factor) * self.expert_factor[n]) @ self.output_factor
-
-    def unit_weight(self, n: int) -> Float[Tensor, "hidden d_out"]:
-        """Return ``W_n = D' diag(c'_n) W``."""
-        return (self.input_factor * self.expert_factor[n]) @ self.output_factor
-
-    def scaling(self) -> dict[str, tuple[int, int]]:
-        """As ``ReplacementLayer.scaling``; of the three factors the last alone has a unit."""
-        return super().scaling() | self.encoder.scaling() | {"gate": (1, 0), "output_factor": (0, -1)}
-
-    def unit_norms(self) -> Float[Tensor, " units"]:
-        """Return ``||W_n||_F``, whose square is ``c'_n ((D'^T D') * (W W^T)) c'_n^T``."""
-        gram = (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)
-        return ((self.expert_factor @ gram) * self.expert_factor).sum(-1).clamp_min(1e-30).sqrt()
-
-    def factor_norms(self) -> Float[Tensor, " units"]:
-        """Return ``||c'_n||``."""
-        return self.expert_factor.square().sum(-1).clamp_min(1e-30).sqrt()
-
-    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens rank"]:
-        return self.encoder(x) @ self.input_factor
-
-    def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens rank"] | None
-    ) -> Float[Tensor, "tokens d_out"]:
-        hidden = self._hidden(x) if hidden is None else hidden
-        return (code_product(code, self.expert_factor) * hidden) @ self.output_factor + self.bias
+    def _gram(self) -> Float[Tensor, "rank rank"]:
+        """Return ``(D'^T D') * (W W^T)``."""
+        return (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
-from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights
-from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.gates import Code, LinearGate
+from mxd.layers.base import code_product, linear_init, zeros
+from mxd.layers.config import Covariance, Initialisation, MLPWeights
+from mxd.layers.experts import ExpertConfig, ExpertLayer
+from mxd.layers.gates import Code
 
 
-class MxDConfig(EncodedConfig):
+class MxDConfig(ExpertConfig):
     """Mixture of Decoders: N experts that share an encoder and are full-rank linear maps."""
 
     method: Literal["mxd"] = "mxd"
@@ -30,14 +30,9 @@ class MxDConfig(EncodedConfig):
         return "MxD"
 
     @property
-    def layer_params(self) -> int:
-        """Encoder, gate with biases, C, D and the output bias."""
-        d, o, n, h = self.d_in or 0, self.d_out or 0, self.num_units or 0, self.hidden or 0
-        return self.encoder_params + n * (d + 1) + n * o + h * o + o
-
-    def resolve(self, mlp: MLPShape) -> "MxDConfig":
-        """Take widths, activation and encoder form from the base MLP."""
-        return self.resolve_encoder(mlp)
+    def expert_params(self) -> int:
+        """C and D."""
+        return ((self.num_units or 0) + self.inputs) * (self.d_out or 0)
 
     def paper_units(self, width: int) -> int:
         """Return N of the paper's table 2, by its two conventions (one for each encoder form).
@@ -59,31 +54,23 @@ are small against what ``C`` learns, all experts come to share the few direction
 (docs/recipes.md)."""
 
 
-class MxD(ReplacementLayer):
+class MxD(ExpertLayer):
     """Mixture of Decoders. Units are experts."""
 
     config: MxDConfig
 
     def __init__(self, config: MxDConfig) -> None:
         super().__init__(config)
-        d, o, n, h = config.d_in, config.d_out, config.num_units, config.hidden
-        assert d and o and n and h
-        self.encoder = DenseEncoder(config)
-        self.gate = linear_init(n, d, fan_in=d)
-        self.gate_bias = zeros(n)
+        o, n = config.d_out, config.num_units
+        assert o and n
         self.expert_scale = linear_init(n, o, fan_in=n)  # C; nn.Linear(n, o) draws with fan-in n
-        self.decoder = zeros(h, o)
-
-    @property
-    def gates(self) -> LinearGate:
-        """``x @ gate.T + gate_bias``: one row for each expert."""
-        return LinearGate(self.gate, self.gate_bias)
+        self.decoder = zeros(config.inputs, o)
 
     def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""
-        return (self.encoder(x) @ self.decoder) * self.expert_scale[n]
+        return self.project(x, self.decoder) * self.expert_scale[n]
 
-    def unit_weight(self, n: int) -> Float[Tensor, "hidden d_out"]:
+    def unit_weight(self, n: int) -> Float[Tensor, "inputs d_out"]:
         """Return ``W_n = D diag(c_n)`` (equation 4)."""
         return self.decoder * self.expert_scale[n]
 
@@ -97,7 +84,7 @@ class MxD(ReplacementLayer):
 
     def scaling(self) -> dict[str, tuple[int, int]]:
         """As ``ReplacementLayer.scaling``; ``C`` has no unit."""
-        return super().scaling() | self.encoder.scaling() | {"gate": (1, 0), "decoder": (0, -1)}
+        return super().scaling() | {"decoder": (0, -1)}
 
     def copy_base(self, base: MLPWeights) -> None:
         """Become the base MLP exactly: E, D and b copied, and expert 0 always on with ``a_0 = 1``, ``c_0 = 1``.
@@ -108,7 +95,7 @@ class MxD(ReplacementLayer):
             MxdError: the base MLP has another shape.
         """
         self.encoder.copy_from(base)
-        self.decoder.data.copy_(base.decoder)
+        self.decoder.data.zero_()[: len(base.decoder)] = base.decoder
         if base.decoder_bias is not None:
             self.bias.data.copy_(base.decoder_bias)
         else:
@@ -131,7 +118,7 @@ class MxD(ReplacementLayer):
             self.expert_scale.mul_(SPREAD)
 
     def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens d_out"]:
-        return self.encoder(x) @ self.decoder
+        return self.project(x, self.decoder)
 
     def _decode(
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_out"] | None

@@ -4,6 +4,7 @@
 ``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
 """
 
+from mxd.ops.experts import bilinear, grouped_linear
 from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
@@ -14,4 +15,14 @@ from mxd.ops.sparse import (
     use_triton,
 )
 
-__all__ = ["CandidateDtype", "Selection", "candidate_dtype", "metered_as", "sparse_decode", "topk_linear", "use_triton"]
+__all__ = [
+    "CandidateDtype",
+    "Selection",
+    "bilinear",
+    "candidate_dtype",
+    "grouped_linear",
+    "metered_as",
+    "sparse_decode",
+    "topk_linear",
+    "use_triton",
+]

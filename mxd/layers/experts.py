@@ -1,0 +1,108 @@
+"""Mixtures of linear experts that share a dense encoder: what MxD, the muMoE family and the unfactorised MoE share.
+
+    y^ = sum_n a_n (z W_n) + b,   z = phi(x E^T + b_E)
+
+The methods differ in how the experts' weights ``W [N, H, O]`` are stored. With ``expert_bias`` every hidden state gets
+a last element 1 (muMoE, section 3), so that each ``W_n`` has one more row: the expert's own bias.
+"""
+
+from abc import abstractmethod
+from typing import TypeVar
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mxd.layers.base import ReplacementLayer, linear_init, zeros
+from mxd.layers.config import MLPShape
+from mxd.layers.encoder import DenseEncoder, EncodedConfig
+from mxd.layers.gates import LinearGate
+from mxd.layers.sizing import transcoder_params
+
+C = TypeVar("C", bound="ExpertConfig")
+
+
+class ExpertConfig(EncodedConfig):
+    """Fields of the mixtures of linear experts."""
+
+    expert_bias: bool = False
+    """Give each expert a bias of its own: its weight gets a row for a hidden unit that is always 1."""
+
+    @property
+    def inputs(self) -> int:
+        """Rows of an expert's weight: the hidden width, and one more with ``expert_bias``."""
+        return (self.hidden or 0) + self.expert_bias
+
+    @property
+    @abstractmethod
+    def expert_params(self) -> int:
+        """Number of the parameters that all experts' weights are made of."""
+
+    @property
+    def gate_params(self) -> int:
+        """Number of the gate's parameters, biases included."""
+        return (self.num_units or 0) * ((self.d_in or 0) + 1)
+
+    @property
+    def layer_params(self) -> int:
+        """Encoder, gate with biases, the experts and the output bias."""
+        return self.encoder_params + self.gate_params + self.expert_params + (self.d_out or 0)
+
+    @property
+    def unfactorised_params(self) -> int:
+        """As ``EncodedConfig``; matrices are ``[hidden + 1, d_out]`` with ``expert_bias``."""
+        n, o = self.num_units or 0, self.d_out or 0
+        return self.encoder_params + self.gate_params + n * self.inputs * o + o
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The parts of the slug between the method's name and its sparsity."""
+        return ("bias",) if self.expert_bias else ()
+
+    @property
+    def slug(self) -> str:
+        """For example ``cp-mumoe-r64-bias-k32``."""
+        return "-".join((self.label.lower(), *self.form, self.sparsity.slug))
+
+    def resolve(self: C, mlp: MLPShape) -> C:
+        """Take widths, activation and encoder form from the base MLP."""
+        return self.resolve_encoder(mlp)
+
+    def paper_units(self, width: int) -> int:
+        """Return N that matches the true parameters of the transcoder: the paper states no convention but MxD's."""
+        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
+
+
+class ExpertLayer(ReplacementLayer):
+    """A dense encoder and a linear gate. Units are experts."""
+
+    config: ExpertConfig
+
+    def __init__(self, config: ExpertConfig) -> None:
+        super().__init__(config)
+        d, n = config.d_in, config.num_units
+        assert d and n
+        self.encoder = DenseEncoder(config)
+        self.gate = linear_init(n, d, fan_in=d)
+        self.gate_bias = zeros(n)
+
+    @property
+    def gates(self) -> LinearGate:
+        """``x @ gate.T + gate_bias``: one row for each expert."""
+        return LinearGate(self.gate, self.gate_bias)
+
+    def scaling(self) -> dict[str, tuple[int, int]]:
+        """As ``ReplacementLayer.scaling``."""
+        return super().scaling() | self.encoder.scaling() | {"gate": (1, 0)}
+
+    def encoded(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch inputs"]:
+        """Return what the experts multiply: ``z``, followed by 1 with ``expert_bias``."""
+        z = self.encoder(x)
+        return F.pad(z, (0, 1), value=1.0) if self.config.expert_bias else z
+
+    def project(
+        self, x: Float[Tensor, "*batch d_in"], factor: Float[Tensor, "inputs columns"]
+    ) -> Float[Tensor, "*batch columns"]:
+        """Return ``encoded(x) @ factor``, without a copy of ``z``."""
+        z = self.encoder(x)
+        return z @ factor[:-1] + factor[-1] if self.config.expert_bias else z @ factor
