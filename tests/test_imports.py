@@ -37,8 +37,10 @@ ORDER = [
 
 LAYERS_ORDER = [
     "gates",
+    "hierarchy",
     "sparsity.base",
     "KINDS",
+    "sparsity.levels",
     "sparsity",
     "config",
     "losses",
@@ -47,6 +49,7 @@ LAYERS_ORDER = [
     "sizing",
     "encoder",
     "experts",
+    "levels",
     "mumoe",
     "transcoder",
     "METHODS",

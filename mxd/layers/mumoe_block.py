@@ -2,8 +2,8 @@
 
     h = phi(((a C1) * ([x, 1] A1)) W1),   y^ = ((a C2) * ([h, 1] A2)) W2 + b,   a = TopK(relu(x G^T + b_G), K)
 
-Unlike the other methods there is no dense encoder: the same activations mix the experts of both layers, and each layer's
-expert n is ``diag(c_n)`` between two shared factors (CP). A last element 1 gives every expert a bias. The activation
+Unlike the other methods there is no dense encoder: the same activations mix the experts of both layers, and expert n
+of each is ``diag(c_n)`` between two shared factors (CP). A last element 1 gives every expert a bias. The activation
 function stands between the layers, so experts interact there: outputs are not a sum over units.
 """
 

@@ -10,14 +10,19 @@ from pydantic import Field
 from mxd.layers.sparsity.base import Sparsity, SparsityConfig
 from mxd.layers.sparsity.jumprelu import JumpReLU, JumpReLUConfig
 from mxd.layers.sparsity.l1 import ReLUL1, ReLUL1Config, Weighting
+from mxd.layers.sparsity.levels import Levels, LevelsConfig
 from mxd.layers.sparsity.topk import RandomK, RandomKConfig, TopK, TopKConfig
 
-AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig, Field(discriminator="kind")]
+AnySparsity = Annotated[
+    TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig | LevelsConfig, Field(discriminator="kind")
+]
 
 __all__ = [
     "AnySparsity",
     "JumpReLU",
     "JumpReLUConfig",
+    "Levels",
+    "LevelsConfig",
     "RandomK",
     "RandomKConfig",
     "ReLUL1",
