@@ -83,6 +83,8 @@ def export_model(model: str, /, *checkpoints_and_out: str) -> None:
 def info(checkpoint: str) -> None:
     """Print a checkpoint's config, parameters and provenance, as JSON.
 
+    Unfactorised parameters are how many they would be if every expert had a matrix of its own.
+
     Args:
         checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
     """
@@ -93,8 +95,10 @@ def info(checkpoint: str) -> None:
     described: dict[str, Any] = {}
     for path in find_layers(checkpoint, weights=False):
         config = read_config(path)
+        layer = parse_layer(config.get("layer"))
         described[str(cached_reference(path) or path)] = {
-            "parameters": parse_layer(config.get("layer")).num_params,
+            "parameters": layer.num_params,
+            "unfactorised_parameters": layer.unfactorised_params,
             **config,
         }
     say(json.dumps(described, indent=2))

@@ -55,9 +55,8 @@ class ExpertConfig(EncodedConfig):
 
     @property
     def unfactorised_params(self) -> int:
-        """As ``EncodedConfig``; matrices are ``[hidden + 1, d_out]`` with ``expert_bias``."""
-        n, o = self.num_units or 0, self.d_out or 0
-        return self.encoder_params + self.gate_params + n * self.inputs * o + o
+        """``num_params`` if every expert had a matrix ``[inputs, d_out]`` of its own, as in ``moe``."""
+        return self.num_params - self.expert_params + (self.num_units or 0) * self.inputs * (self.d_out or 0)
 
     @property
     def form(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
     y^ = sum_n a_n (z W_n) + b,   W [N, H, O] free
 
-An expert costs as much as the base MLP's decoder, so that the budget pays for few (14 in GPT-2, where MxD has 21,504).
+An expert costs as much as the base MLP's decoder, so that the budget pays for few (15 in GPT-2, where MxD has 21,504).
 """
 
 from typing import Literal

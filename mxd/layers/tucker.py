@@ -21,7 +21,7 @@ from mxd.layers.mumoe import MuMoE, MuMoEConfig
 from mxd.ops import bilinear
 
 RANK = 64
-"""The most that a rank is by default, the smaller of the paper's two; in narrow models a quarter of the width."""
+"""The most that a rank is by default, the smaller of the paper's two."""
 
 
 class TuckerMuMoEConfig(MuMoEConfig):

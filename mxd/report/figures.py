@@ -15,6 +15,9 @@ STYLES = {
     "TC": ("#30638e", "s"),
     "STC": ("#00798c", "^"),
     "CP-muMoE": ("#edae49", "D"),
+    "TR-muMoE": ("#c77b0a", "d"),
+    "Tucker-muMoE": ("#8c6d1f", "p"),
+    "MoE": ("#6a4c93", "h"),
     "SAE": ("#7a7a7a", "v"),
     "muMoE-block": ("#8f5d2c", "P"),
 }

@@ -35,6 +35,7 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
     """Return the numbers behind the tables; arguments as ``plan_tables``."""
     return {
         "replacements": {name: layer.num_params for name, (_, layer) in plan.replacements.items()},
+        "unfactorised": {name: layer.unfactorised_params for name, (_, layer) in plan.replacements.items()},
         "device": str(plan.device),
         "accumulation": plan.accumulation,
         "memory_bytes": plan.memory,
@@ -52,13 +53,14 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
 
 def _work(plan: Plan, speeds: Speeds) -> Table:
     table = Table(title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters", title_justify="left")
-    for title in ("", "parameters", "MFLOP a token", "kB moved a token", "floor, us a token"):
+    for title in ("", "parameters", "unfactorised", "MFLOP a token", "kB moved a token", "floor, us a token"):
         table.add_column(title, justify="right" if title else "left")
     for name, work in plan.work.items():
-        params = f"{plan.replacements[name][1].num_params:,}" if name in plan.replacements else ""
-        floor = product_seconds(work, speeds) if params else work.flops / speeds.base
+        layer = plan.replacements[name][1] if name in plan.replacements else None
+        params = (f"{layer.num_params:,}", f"{layer.unfactorised_params:.3g}") if layer else ("", "")
+        floor = product_seconds(work, speeds) if layer else work.flops / speeds.base
         cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
-        table.add_row(name, params, *cells)
+        table.add_row(name, *params, *cells)
     return table
 
 

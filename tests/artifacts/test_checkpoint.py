@@ -225,7 +225,7 @@ def test_a_pickle_is_refused_and_not_run(saved):
     [
         (lambda c: c.update(format=1), "not an mxd layer of format 2"),
         (lambda c: c.pop("format"), "not an mxd layer of format 2"),
-        (lambda c: c["layer"].update(method="moe"), "unknown method 'moe'; choose one of: mxd, transcoder"),
+        (lambda c: c["layer"].update(method="mxdd"), "unknown method 'mxdd'; choose one of: mxd, transcoder"),
         (lambda c: c.pop("layer"), "unknown method None"),
         (lambda c: c.update(layer=["mxd"]), "unknown method None"),
         (lambda c: c["layer"].update(colour="red"), "bad mxd config: (.|\n)*colour"),

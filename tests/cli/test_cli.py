@@ -44,7 +44,10 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert set(results) == {"abc/block1-mxd-k2", "abc/block1-mxd-k4"}
     code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "block1-mxd-k2"))
     (described,) = json.loads(out).values()
-    assert described["parameters"] > 0 and described["provenance"]["model"] == "tiny-gpt2"
+    assert (
+        described["unfactorised_parameters"] > described["parameters"] > 0
+        and described["provenance"]["model"] == "tiny-gpt2"
+    )
     code, _, err = mxd(capsys, "train", str(config), "--run", "abc")
     assert code == 1 and "already holds a run" in err
     code, _, _ = mxd(capsys, "train", str(tmp_path / "abc" / "config.yaml"), "--resume")

@@ -31,6 +31,12 @@ EVERYTHING = [
     {"method": "cp_mumoe", "rank": 64, "sparsity": {"kind": "topk", "k": 8}},
     {"method": "topk_sae", "sparsity": {"kind": "topk", "k": 8}},
 ]
+EXPERTS = [
+    {"method": "tr_mumoe", "sparsity": {"kind": "topk", "k": 8}},
+    {"method": "tucker_mumoe", "sparsity": {"kind": "topk", "k": 8}},
+    {"method": "moe", "sparsity": {"kind": "topk", "k": 2}},
+    {"method": "moe", "sparsity": {"kind": "relu_l1"}},
+]
 
 
 def test_a_meter_counts_products_traffic_and_what_is_alive() -> None:
@@ -56,7 +62,9 @@ def test_a_meter_answers_questions_about_numbers_that_are_not_there() -> None:
     assert found == [0.0, True, (7,)]
 
 
-@pytest.mark.parametrize("fields", EVERYTHING, ids=lambda fields: fields["method"] + fields["sparsity"]["kind"])
+@pytest.mark.parametrize(
+    "fields", EVERYTHING + EXPERTS, ids=lambda fields: fields["method"] + fields["sparsity"]["kind"]
+)
 def test_a_step_costs_on_the_meta_device_what_it_costs_on_the_cpu(fields: dict) -> None:
     shape = MLPShape(64, 64, 256, "gelu_tanh", False)
     method = LAYERS[fields["method"]]
@@ -256,6 +264,8 @@ def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, ca
         assert word in out
     assert "2 processes, groups of 2" in out and out.endswith("it fits\n")
     found = json.loads(file.read_text())
+    (name, unfactorised), *_ = found["unfactorised"].items()
+    assert f"{unfactorised:.3g}" in out and unfactorised > found["replacements"][name]
     assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["memory_bytes"].values())
     assert not (tmp_path / "r").exists()
     code, _, err = mxd(capsys, "plan", config, "--blocks", "[99]")
