@@ -296,21 +296,31 @@ class RunConfig(Settings):
         return value
 
 
+LISTS = ("levels",)
+"""Fields of a replacement whose one value is a list already; a list of lists makes the product."""
+
+
 def _choices(value: Any) -> int:
     """Return how many choices ``expand`` would give."""
     if isinstance(value, dict):
-        return math.prod(map(_choices, value.values()))
+        return math.prod(len(_lists(v)) if name in LISTS else _choices(v) for name, v in value.items())
     return sum(map(_choices, value)) if isinstance(value, list) else 1
 
 
 def expand(value: Any) -> list[Any]:
     """Return the product over every list inside a nested mapping; a value without lists gives itself alone."""
     if isinstance(value, dict):
-        parts = [expand(v) for v in value.values()]
+        parts = [_lists(v) if name in LISTS else expand(v) for name, v in value.items()]
         return [dict(zip(value, choice, strict=True)) for choice in itertools.product(*parts)]
     if isinstance(value, list):
         return [choice for item in value for choice in expand(item)]
     return [value]
+
+
+def _lists(value: Any) -> list[Any]:
+    """Return the choices of a field of ``LISTS``."""
+    several = isinstance(value, list) and len(value) > 0 and all(isinstance(item, list) for item in value)
+    return value if several else [value]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

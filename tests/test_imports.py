@@ -37,6 +37,10 @@ ORDER = [
 
 LAYERS_ORDER = [
     "gates",
+    "hierarchy",
+    "sparsity.base",
+    "KINDS",
+    "sparsity.levels",
     "sparsity",
     "config",
     "losses",
@@ -45,12 +49,14 @@ LAYERS_ORDER = [
     "sizing",
     "encoder",
     "experts",
+    "levels",
     "mumoe",
     "transcoder",
     "METHODS",
     "__init__",
 ]
-"""The same within ``layers``, where METHODS is every other file: methods do not import one another."""
+"""The same within ``layers``, where METHODS is every other file: methods do not import one another. Nor do the kinds of
+sparsity, KINDS: the other files of that folder."""
 
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -100,7 +106,8 @@ def part(module):
 
 def layer_place(module):
     last = module.removeprefix("mxd.layers").removeprefix(".") or "__init__"
-    return LAYERS_ORDER.index(last if last in LAYERS_ORDER else "METHODS")
+    other = "KINDS" if last.startswith("sparsity.") else "METHODS"
+    return LAYERS_ORDER.index(last if last in LAYERS_ORDER else other)
 
 
 modules = pytest.mark.parametrize("name", [name for name in FILES if name != "mxd"])

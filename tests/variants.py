@@ -1,6 +1,9 @@
 """Every replacement layer in each of its forms, and the kinds of sparsity: what the contract's tests run over."""
 
+from pydantic import TypeAdapter
+
 from mxd.layers import LAYERS, parse_layer
+from mxd.layers.sparsity import AnySparsity
 
 UNITS = 11
 
@@ -9,6 +12,7 @@ SPARSITIES = {
     "random_k": {"kind": "random_k", "k": 4, "spread": 2},
     "relu_l1": {"kind": "relu_l1", "l1": 0.01},
     "jumprelu": {"kind": "jumprelu"},
+    "levels": {"kind": "levels", "levels": [3, 2]},
 }
 """One of each kind, by name."""
 
@@ -27,9 +31,15 @@ VARIANTS = {
     "tt_mumoe": {"method": "tr_mumoe", "rank_1": 1},
     "tucker_mumoe": {"method": "tucker_mumoe"},
     "tucker_mumoe-bias": {"method": "tucker_mumoe", "expert_bias": True, "start": "replicate", "rank_units": 3},
+    "mxd-levels": {"method": "mxd", "num_units": 12, "levels": [4, 3]},
+    "cp_mumoe-levels": {"method": "cp_mumoe", "num_units": 12, "levels": [4, 3], "expert_bias": True},
+    "tr_mumoe-levels": {"method": "tr_mumoe", "num_units": 12, "levels": [4, 3], "start": "replicate", "rank_1": 3},
+    "tucker_mumoe-levels": {"method": "tucker_mumoe", "num_units": 12, "levels": [4, 3]},
     "moe": {"method": "moe"},
     "moe-bias": {"method": "moe", "expert_bias": True},
     "topk_sae": {"method": "topk_sae"},
+    "mumoe_block": {"method": "mumoe_block"},
+    "mumoe_block-ln": {"method": "mumoe_block", "layer_norm": True, "start": "replicate", "rank": 4},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
@@ -39,15 +49,14 @@ ALL_KINDS = ("mxd", "transcoder", "moe")
 
 def kinds(variant):
     """The kinds of sparsity that a form is tested with."""
-    own = LAYERS[VARIANTS[variant]["method"]].kinds
-    general = [name for name, fields in SPARSITIES.items() if parse(variant, name, check=False).sparsity.general]
+    own = ("levels",) if "levels" in VARIANTS[variant] else LAYERS[VARIANTS[variant]["method"]].kinds
+    general = [name for name, fields in SPARSITIES.items() if TypeAdapter(AnySparsity).validate_python(fields).general]
     return own or (general if variant in ALL_KINDS else ("topk",))
 
 
-def parse(variant, kind, check=True):
+def parse(variant, kind):
     """The config of a form with a kind of sparsity; a form that sets its own number of units keeps it."""
-    fields = {"num_units": UNITS} | VARIANTS[variant] | {"sparsity": SPARSITIES[kind]}
-    return parse_layer(fields if check else {"method": "transcoder", "sparsity": SPARSITIES[kind]})
+    return parse_layer({"num_units": UNITS} | VARIANTS[variant] | {"sparsity": SPARSITIES[kind]})
 
 
 CASES = [(variant, kind) for variant in VARIANTS for kind in kinds(variant)]

@@ -35,6 +35,7 @@ class SparseLayer(nn.Module):
     tr_mumoe    y = ((a U1) (z U2)) U3 + b, a ring of tensors
     tucker_mumoe  y = (((a A1) (x) (z A2)) . Z) A3 + b
     moe         y = sum_n a_n (z W_n) + b
+    mumoe_block y = ((a C2) * ([h, 1] A2)) W2 + b,   h = phi(((a C1) * ([x, 1] A1)) W1)
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
 
@@ -60,24 +61,24 @@ class SparseLayer(nn.Module):
 
     def mxd(self, rows: Tensor) -> Tensor:
         """Return the output of a Mixture of Decoders."""
-        experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
+        experts = self.mixture(rows, self.expert_scale)
         return torch.addcmul(self.bias, experts, self.project(rows, self.decoder))
 
     def cp_mumoe(self, rows: Tensor) -> Tensor:
         """Return the output of a CP-factorised mixture of experts."""
-        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        experts = self.mixture(rows, self.expert_factor)
         return (experts * self.project(rows, self.input_factor)) @ self.output_factor + self.bias
 
     def tr_mumoe(self, rows: Tensor) -> Tensor:
         """Return the output of a mixture of experts that are slices of a tensor ring."""
-        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        experts = self.mixture(rows, self.expert_factor)
         one, two = self.spec["rank_1"], self.spec["rank_2"]
         ring = experts.view(-1, one, two) @ self.project(rows, self.input_factor).view(-1, two, self.spec["rank_3"])
         return ring.flatten(1) @ self.output_factor + self.bias
 
     def tucker_mumoe(self, rows: Tensor) -> Tensor:
         """Return the output of a Tucker-factorised mixture of experts."""
-        experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
+        experts = self.mixture(rows, self.expert_factor)
         hidden = self.project(rows, self.input_factor)
         parts = zip(experts.split(1024), hidden.split(1024), strict=True)  # outer products are large
         inner = [(e.unsqueeze(2) * h.unsqueeze(1)).flatten(1) @ self.core.flatten(0, 1) for e, h in parts]
@@ -94,14 +95,43 @@ class SparseLayer(nn.Module):
             out[at] += activations[at].unsqueeze(1) * (hidden[at] @ expert)
         return out
 
+    def mumoe_block(self, rows: Tensor) -> Tensor:
+        """Return the output of two CP-factorised mixtures with the same activations."""
+        tables = (self.first_experts, self.second_experts)
+        first, second = self.active(rows, self.gate, self.gate_bias, torch.cat(tables, 1)).chunk(2, 1)
+        read = F.layer_norm(rows, rows.shape[-1:]) if self.spec["layer_norm"] else rows
+        between = (first * (read @ self.first_in + self.first_bias)) @ self.first_out
+        between = ACTIVATIONS[self.spec["activation"]](between)
+        return (second * (between @ self.second_in + self.second_bias)) @ self.second_out + self.bias
+
     def transcoder(self, rows: Tensor) -> Tensor:
         """Return the output of a transcoder, with or without skip, or of an autoencoder."""
         out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
         return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
 
-    def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
+    def mixture(self, rows: Tensor, table: Tensor) -> Tensor:
+        """Return the mixture of the experts' rows; in a hierarchy, the product of its levels' mixtures."""
+        if not self.spec["levels"]:
+            return self.active(rows, self.gate, self.gate_bias, table)
+        kinds, sizes = self.spec["sparsity"]["levels"], self.spec["levels"][1:]
+        product = self.active(rows, self.gate, self.gate_bias, table, kinds[0])
+        later = zip(self.later_gate.split(sizes), self.later_gate_bias.split(sizes), kinds[1:], strict=True)
+        for number, (gate, bias, kind) in enumerate(later):
+            level = self.active(rows, gate, bias, getattr(self, f"later_tables_{number}"), kind)
+            if self.spec["method"] == "tr_mumoe":
+                two = self.spec["rank_2"]
+                product = (product.unflatten(1, (-1, two)) @ level.unflatten(1, (two, two))).flatten(1)
+            elif self.spec["method"] == "tucker_mumoe":
+                product = (product.unsqueeze(2) * level.unsqueeze(1)).flatten(1)
+            else:
+                product = product * level
+        return product
+
+    def active(
+        self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, sparsity: dict[str, Any] | None = None
+    ) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
-        sparsity, activation = self.spec["sparsity"], F.linear(x, weight, bias).relu()
+        sparsity, activation = sparsity or self.spec["sparsity"], F.linear(x, weight, bias).relu()
         if sparsity["kind"] in ("topk", "random_k"):
             values, units = activation.topk(sparsity["k"])
             return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
@@ -129,6 +159,7 @@ FORWARDS = {
     "tr_mumoe": SparseLayer.tr_mumoe,
     "tucker_mumoe": SparseLayer.tucker_mumoe,
     "moe": SparseLayer.moe,
+    "mumoe_block": SparseLayer.mumoe_block,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
 }

@@ -13,6 +13,7 @@ from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, 
 from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.moe import MoEConfig
 from mxd.layers.mumoe import CPMuMoEConfig
+from mxd.layers.mumoe_block import MuMoEBlockConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sizing import size
@@ -28,10 +29,18 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "tucker_mumoe": TuckerMuMoEConfig,
     "moe": MoEConfig,
     "topk_sae": TopKSAEConfig,
+    "mumoe_block": MuMoEBlockConfig,
 }
 
 AnyReplacement = Annotated[
-    MxDConfig | TranscoderConfig | CPMuMoEConfig | TRMuMoEConfig | TuckerMuMoEConfig | MoEConfig | TopKSAEConfig,
+    MxDConfig
+    | TranscoderConfig
+    | CPMuMoEConfig
+    | TRMuMoEConfig
+    | TuckerMuMoEConfig
+    | MoEConfig
+    | TopKSAEConfig
+    | MuMoEBlockConfig,
     Field(discriminator="method"),
 ]
 

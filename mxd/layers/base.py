@@ -43,7 +43,7 @@ class ReplacementLayer(nn.Module, ABC):
     def __init__(self, config: ReplacementConfig) -> None:
         super().__init__()
         self.config = config
-        self.sparsity = config.sparsity.build(config.num_units or 0)
+        self.sparsity = config.build_sparsity()
         self.bias = nn.Parameter(torch.zeros(config.d_out or 0))
         self.bos_in = _constant(config.d_in) if config.bos_constant else None
         self.bos_out = _constant(config.d_out) if config.bos_constant else None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.layers.sparsity import AnySparsity, TopKConfig
+from mxd.layers.sparsity import AnySparsity, Sparsity, TopKConfig
 
 if TYPE_CHECKING:
     from mxd.layers.base import ReplacementLayer
@@ -167,7 +167,7 @@ class ReplacementConfig(BaseModel, ABC):
         Raises:
             MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
         """
-        one, two = (self.model_copy(update={"num_units": n}).learned_params for n in (1, 2))
+        one, two = (self.grown(n).learned_params for n in (1, 2))
         per_unit = two - one
         units = round((budget - one) / per_unit) + 1
         if units < 1:
@@ -175,12 +175,25 @@ class ReplacementConfig(BaseModel, ABC):
                 f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
                 f"({one - per_unit:,}); raise sizing.expansion."
             )
+        return self.grown(units)
+
+    def grown(self: C, units: int) -> C:
+        """Return a copy with ``units`` of what ``sized`` solves for: units, or experts of the first level."""
         return self.model_copy(update={"num_units": units})
 
     @property
     def slug(self) -> str:
         """A name for folders: the method and its sparsity, for example ``mxd-k32``."""
         return f"{self.label.lower()}-{self.sparsity.slug}"
+
+    @property
+    def own_kinds(self) -> tuple[str, ...]:
+        """The kinds of sparsity that this form of the method works with; empty: all that are ``general``."""
+        return self.kinds
+
+    def build_sparsity(self) -> Sparsity:
+        """Build the module that chooses units."""
+        return self.sparsity.build(self.num_units or 0)
 
     def with_defaults(self: C, **fields: object) -> C:
         """Return a validated copy with the fields that are still ``None`` here set to the given values."""
@@ -189,9 +202,9 @@ class ReplacementConfig(BaseModel, ABC):
 
     @model_validator(mode="after")
     def _check_kind(self) -> "ReplacementConfig":
-        kind = self.sparsity.kind
-        if (kind not in self.kinds) if self.kinds else not self.sparsity.general:
-            choices = f"{', '.join(self.kinds)}" if self.kinds else "a kind that chooses from one score for each unit"
+        kind, own = self.sparsity.kind, self.own_kinds
+        if (kind not in own) if own else not self.sparsity.general:
+            choices = f"{', '.join(own)}" if own else "a kind that chooses from one score for each unit"
             raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {choices}")
         return self
 

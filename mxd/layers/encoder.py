@@ -16,6 +16,7 @@ from mxd.layers.base import linear_init, zeros
 from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, MLPWeights, ReplacementConfig
 
 C = TypeVar("C", bound="EncodedConfig")
+R = TypeVar("R", bound=ReplacementConfig)
 
 
 class EncodedConfig(ReplacementConfig):
@@ -45,13 +46,27 @@ class EncodedConfig(ReplacementConfig):
         Raises:
             MxdError: the base MLP's form could not be read and the config does not state it.
         """
-        known = {"hidden": mlp.hidden, "activation": mlp.activation, "glu": mlp.glu}
-        for name, value in known.items():
-            if getattr(self, name) is None and value is None:
-                raise MxdError(
-                    f"{self.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
-                )
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
+        return inherit(self, mlp, "hidden", "activation", "glu")
+
+
+def inherit(config: R, mlp: MLPShape, *names: str) -> R:
+    """Return a copy of a config with the widths, and fields named alike, taken from the base MLP.
+
+    Args:
+        config: the config; fields that it states stay.
+        mlp: the base MLP's shape.
+        names: the fields, besides the widths.
+
+    Raises:
+        MxdError: one of them could not be read from the base MLP and the config does not state it.
+    """
+    known = {name: getattr(mlp, name) for name in names}
+    for name, value in known.items():
+        if getattr(config, name) is None and value is None:
+            raise MxdError(
+                f"{config.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
+            )
+    return config.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
 
 
 class DenseEncoder(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
 from mxd.layers.config import MLPShape
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
-from mxd.layers.gates import LinearGate
+from mxd.layers.gates import Gate, LinearGate
 from mxd.layers.sizing import transcoder_params
 
 C = TypeVar("C", bound="ExpertConfig")
@@ -39,9 +39,14 @@ class ExpertConfig(EncodedConfig):
         """Number of the parameters that all experts' weights are made of."""
 
     @property
+    def experts(self) -> int:
+        """The number of experts that are stored."""
+        return self.num_units or 0
+
+    @property
     def gate_params(self) -> int:
         """Number of the gate's parameters, biases included."""
-        return (self.num_units or 0) * ((self.d_in or 0) + 1)
+        return self.experts * ((self.d_in or 0) + 1)
 
     @property
     def layer_params(self) -> int:
@@ -79,14 +84,14 @@ class ExpertLayer(ReplacementLayer):
 
     def __init__(self, config: ExpertConfig) -> None:
         super().__init__(config)
-        d, n = config.d_in, config.num_units
+        d, n = config.d_in, config.experts
         assert d and n
         self.encoder = DenseEncoder(config)
         self.gate = linear_init(n, d, fan_in=d)
         self.gate_bias = zeros(n)
 
     @property
-    def gates(self) -> LinearGate:
+    def gates(self) -> Gate:
         """``x @ gate.T + gate_bias``: one row for each expert."""
         return LinearGate(self.gate, self.gate_bias)
 

@@ -21,18 +21,19 @@ from jaxtyping import Float
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mxd.layers.base import code_product, linear_init, zeros
+from mxd.layers.base import linear_init, zeros
 from mxd.layers.config import MLPShape
-from mxd.layers.experts import ExpertConfig, ExpertLayer
 from mxd.layers.gates import Code
+from mxd.layers.levels import Hierarchy, TableConfig, TableLayer
 
 
-class MuMoEConfig(ExpertConfig):
+class MuMoEConfig(TableConfig):
     """Fields of the factorised mixtures."""
 
     start: Literal["paper", "replicate"] = "paper"
     """How the experts' factor is drawn: ``paper`` as ``nn.Linear`` (MxD, appendix B.4); ``replicate`` from N(1, 1)
-    (muMoE), so that all experts begin alike, up to noise. Either way the output factor begins at zero."""
+    (muMoE), so that all experts begin alike, up to noise, and those of further levels without an effect. Either way the
+    output factor begins at zero."""
 
     @property
     @abstractmethod
@@ -42,8 +43,18 @@ class MuMoEConfig(ExpertConfig):
     @property
     def expert_params(self) -> int:
         """The factors."""
-        experts, inputs, outputs = self.widths
-        return (self.num_units or 0) * experts + self.inputs * inputs + outputs * (self.d_out or 0)
+        _, inputs, outputs = self.widths
+        return self.table_params + self.inputs * inputs + outputs * (self.d_out or 0)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """An expert's numbers are as many in each level."""
+        return self.widths[:1] * len(self.sizes)
+
+    @property
+    def neutral(self) -> bool:
+        """With the start ``replicate``."""
+        return self.start == "replicate"
 
     @property
     def form(self) -> tuple[str, ...]:
@@ -56,7 +67,7 @@ class MuMoEConfig(ExpertConfig):
         """The ranks as they stand in the slug."""
 
 
-class MuMoE(ExpertLayer):
+class MuMoE(TableLayer):
     """A factorised mixture of experts. Units are experts."""
 
     config: MuMoEConfig
@@ -64,13 +75,18 @@ class MuMoE(ExpertLayer):
     def __init__(self, config: MuMoEConfig) -> None:
         super().__init__(config)
         experts, inputs, outputs = config.widths
-        n, o = config.num_units, config.d_out
+        n, o = config.experts, config.d_out
         assert n and o
         self.expert_factor = linear_init(n, experts, fan_in=n)
         self.input_factor = linear_init(config.inputs, inputs, fan_in=config.inputs)
         self.output_factor = zeros(outputs, o)
         if config.start == "replicate":
             self._replicate()
+
+    @property
+    def table(self) -> Float[Tensor, "units columns"]:
+        """The experts' factor."""
+        return self.expert_factor
 
     @torch.no_grad()
     def _replicate(self) -> None:
@@ -89,20 +105,16 @@ class MuMoE(ExpertLayer):
 
     def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n``."""
-        return self._combine(self.expert_factor[n], self.project(x, self.input_factor))
+        return self._combine(self.row(n), self.project(x, self.input_factor))
 
     def unit_weight(self, n: int) -> Float[Tensor, "inputs d_out"]:
         """Return ``W_n``: its rows are what the expert makes of each hidden unit alone."""
-        return self._combine(self.expert_factor[n], self.input_factor)
+        return self._combine(self.row(n), self.input_factor)
 
     def unit_norms(self) -> Float[Tensor, " units"]:
         """Return ``||W_n||_F``."""
-        square = ((self.expert_factor @ self._gram()) * self.expert_factor).sum(-1)
-        return square.clamp_min(1e-30).sqrt()
-
-    def factor_norms(self) -> Float[Tensor, " units"]:
-        """Return ``||c'_n||``."""
-        return self.expert_factor.square().sum(-1).clamp_min(1e-30).sqrt()
+        gram = self._gram()
+        return self.of_rows(lambda rows: ((rows @ gram) * rows).sum(-1).clamp_min(1e-30).sqrt())
 
     def scaling(self) -> dict[str, tuple[int, int]]:
         """As ``ReplacementLayer.scaling``; of the factors the last alone has a unit."""
@@ -115,7 +127,7 @@ class MuMoE(ExpertLayer):
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens inputs"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         hidden = self._hidden(x) if hidden is None else hidden
-        return self._combine(code_product(code, self.expert_factor), hidden) + self.bias
+        return self._combine(self.mixture(code), hidden) + self.bias
 
 
 class CPMuMoEConfig(MuMoEConfig):
@@ -149,7 +161,7 @@ class CPMuMoEConfig(MuMoEConfig):
         return self.resolve_encoder(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
 
     def _make(self) -> "CPMuMoE":
-        return CPMuMoE(self)
+        return HierarchicalCPMuMoE(self) if self.levels else CPMuMoE(self)
 
 
 class CPMuMoE(MuMoE):
@@ -166,3 +178,7 @@ class CPMuMoE(MuMoE):
     def _gram(self) -> Float[Tensor, "rank rank"]:
         """Return ``(D'^T D') * (W W^T)``."""
         return (self.input_factor.T @ self.input_factor) * (self.output_factor @ self.output_factor.T)
+
+
+class HierarchicalCPMuMoE(Hierarchy, CPMuMoE):
+    """CP-muMoE in levels: ``y^ = (prod_e (a_e C_e) * (z D')) W + b``."""

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.layers.base import code_product, linear_init, zeros
+from mxd.layers.base import linear_init, zeros
 from mxd.layers.config import Covariance, Initialisation, MLPWeights
-from mxd.layers.experts import ExpertConfig, ExpertLayer
 from mxd.layers.gates import Code
+from mxd.layers.levels import Hierarchy, TableConfig, TableLayer
 
 
-class MxDConfig(ExpertConfig):
+class MxDConfig(TableConfig):
     """Mixture of Decoders: N experts that share an encoder and are full-rank linear maps."""
 
     method: Literal["mxd"] = "mxd"
@@ -32,7 +32,12 @@ class MxDConfig(ExpertConfig):
     @property
     def expert_params(self) -> int:
         """C and D."""
-        return ((self.num_units or 0) + self.inputs) * (self.d_out or 0)
+        return self.table_params + self.inputs * (self.d_out or 0)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The output width."""
+        return (self.d_out or 0,) * len(self.sizes)
 
     def paper_units(self, width: int) -> int:
         """Return N of the paper's table 2, by its two conventions (one for each encoder form).
@@ -45,7 +50,7 @@ class MxDConfig(ExpertConfig):
         return round((2 * d * width - 2 * d * h) / (2 * d + 1))
 
     def _make(self) -> "MxD":
-        return MxD(self)
+        return HierarchicalMxD(self) if self.levels else MxD(self)
 
 
 SPREAD = 2.0
@@ -54,33 +59,35 @@ are small against what ``C`` learns, all experts come to share the few direction
 (docs/recipes.md)."""
 
 
-class MxD(ExpertLayer):
+class MxD(TableLayer):
     """Mixture of Decoders. Units are experts."""
 
     config: MxDConfig
 
     def __init__(self, config: MxDConfig) -> None:
         super().__init__(config)
-        o, n = config.d_out, config.num_units
+        o, n = config.d_out, config.experts
         assert o and n
         self.expert_scale = linear_init(n, o, fan_in=n)  # C; nn.Linear(n, o) draws with fan-in n
         self.decoder = zeros(config.inputs, o)
 
+    @property
+    def table(self) -> Float[Tensor, "units columns"]:
+        """C."""
+        return self.expert_scale
+
     def _unit_output(self, n: int, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``z W_n = c_n * (z D)`` (section 3.2.2)."""
-        return self.project(x, self.decoder) * self.expert_scale[n]
+        return self.project(x, self.decoder) * self.row(n)
 
     def unit_weight(self, n: int) -> Float[Tensor, "inputs d_out"]:
         """Return ``W_n = D diag(c_n)`` (equation 4)."""
-        return self.decoder * self.expert_scale[n]
+        return self.decoder * self.row(n)
 
     def unit_norms(self) -> Float[Tensor, " units"]:
         """Return ``||W_n||_F = sqrt(sum_o c_no^2 ||D[:, o]||^2)``."""
-        return (self.expert_scale.square() @ self.decoder.square().sum(0)).clamp_min(1e-30).sqrt()
-
-    def factor_norms(self) -> Float[Tensor, " units"]:
-        """Return ``||c_n||``."""
-        return self.expert_scale.square().sum(-1).clamp_min(1e-30).sqrt()
+        columns = self.decoder.square().sum(0)
+        return self.of_rows(lambda rows: (rows.square() @ columns).clamp_min(1e-30).sqrt())
 
     def scaling(self) -> dict[str, tuple[int, int]]:
         """As ``ReplacementLayer.scaling``; ``C`` has no unit."""
@@ -124,4 +131,17 @@ class MxD(ExpertLayer):
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_out"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         hidden = self._hidden(x) if hidden is None else hidden
-        return torch.addcmul(self.bias, code_product(code, self.expert_scale), hidden)
+        return torch.addcmul(self.bias, self.mixture(code), hidden)
+
+
+class HierarchicalMxD(Hierarchy, MxD):
+    """Mixture of Decoders in levels: ``y^ = prod_e (a_e C_e) * (z D) + b``; experts keep the rank of D."""
+
+    def copy_base(self, base: MLPWeights) -> None:
+        """As ``MxD``; expert 0 of each further level is always on, too, with ``a = 1`` and a row of ones."""
+        super().copy_base(base)
+        self.later_gate.data.zero_()
+        self.later_gate_bias.data.zero_()
+        for bias, table in zip(self.later_gate_bias.data.split(self.config.sizes[1:]), self.later_tables, strict=True):
+            bias[0] = 1.0
+            table.data[0] = 1.0

@@ -16,6 +16,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from mxd.layers.config import MLPShape
+from mxd.layers.levels import Hierarchy
 from mxd.layers.mumoe import MuMoE, MuMoEConfig
 
 
@@ -50,13 +51,18 @@ class TRMuMoEConfig(MuMoEConfig):
         one, two, three = self.rank_1, self.rank_2, self.rank_3 or 0
         return one * two, two * three, three * one
 
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """R1 R2, and R2 R2 in further levels, which are more cores of the ring."""
+        return (self.rank_1 * self.rank_2, *[self.rank_2**2] * (len(self.sizes) - 1))
+
     def resolve(self, mlp: MLPShape) -> "TRMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and ``rank_3`` from ``rank_share``."""
         rank = math.ceil(self.rank_share * mlp.d_out / min(self.rank_1, self.rank_2))
         return self.resolve_encoder(mlp).with_defaults(rank_3=rank)
 
     def _make(self) -> "TRMuMoE":
-        return TRMuMoE(self)
+        return HierarchicalTRMuMoE(self) if self.levels else TRMuMoE(self)
 
 
 class TRMuMoE(MuMoE):
@@ -87,3 +93,18 @@ class TRMuMoE(MuMoE):
         into = (self.input_factor.T @ self.input_factor).view(two, -1, two, self.config.rank_3 or 0)
         out = (self.output_factor @ self.output_factor.T).view(one, -1, one, self.config.rank_3 or 0)
         return torch.einsum("bcyw,acxw->abxy", into, out).reshape(one * two, one * two)
+
+
+class HierarchicalTRMuMoE(Hierarchy, TRMuMoE):
+    """TR-muMoE in levels: each is one more core, and a unit's matrix ``[R1, R2]`` the product of its experts'."""
+
+    def product(
+        self, first: Float[Tensor, "*#batch _"], later: Float[Tensor, "*#batch r2_r2"]
+    ) -> Float[Tensor, "*batch _"]:
+        """Return the matrix product of cores ``[_, R2]`` with later ones ``[R2, R2]``."""
+        two = self.config.rank_2
+        return (first.unflatten(-1, (-1, two)) @ later.unflatten(-1, (two, two))).flatten(-2)
+
+    def neutral_row(self, columns: int) -> Float[Tensor, " r2_r2"]:
+        """Return the identity."""
+        return torch.eye(self.config.rank_2).flatten()

@@ -16,6 +16,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from mxd.layers.config import MLPShape
+from mxd.layers.levels import Hierarchy
 from mxd.layers.mumoe import MuMoE, MuMoEConfig
 from mxd.ops import bilinear
 
@@ -53,8 +54,14 @@ class TuckerMuMoEConfig(MuMoEConfig):
     @property
     def expert_params(self) -> int:
         """The factors and the core."""
-        experts, inputs, outputs = self.widths
-        return super().expert_params + experts * inputs * outputs
+        _, inputs, outputs = self.widths
+        return super().expert_params + math.prod(self.columns) * inputs * outputs
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """RN, or in further levels as many as there are experts, if they are fewer."""
+        rank = self.rank_units or 0
+        return (rank, *(min(rank, size) for size in self.sizes[1:]))
 
     def resolve(self, mlp: MLPShape) -> "TuckerMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and the open ranks from the output width."""
@@ -62,7 +69,7 @@ class TuckerMuMoEConfig(MuMoEConfig):
         return self.resolve_encoder(mlp).with_defaults(rank_units=rank, rank_in=rank, rank_out=rank)
 
     def _make(self) -> "TuckerMuMoE":
-        return TuckerMuMoE(self)
+        return HierarchicalTuckerMuMoE(self) if self.levels else TuckerMuMoE(self)
 
 
 class TuckerMuMoE(MuMoE):
@@ -72,7 +79,8 @@ class TuckerMuMoE(MuMoE):
 
     def __init__(self, config: TuckerMuMoEConfig) -> None:
         super().__init__(config)
-        experts, inputs, outputs = config.widths
+        _, inputs, outputs = config.widths
+        experts = math.prod(config.columns)
         bound = (experts * inputs) ** -0.5
         self.core = nn.Parameter(torch.empty(experts, inputs, outputs).uniform_(-bound, bound))
         if config.start == "replicate":
@@ -96,3 +104,13 @@ class TuckerMuMoE(MuMoE):
         """Return ``M[p, p'] = sum Z[p, q, r] (A2^T A2)[q, q'] (A3^T A3)[r, r'] Z[p', q', r']``."""
         into, out = self.input_factor.T @ self.input_factor, self.output_factor @ self.output_factor.T
         return self.core.flatten(1) @ (into @ self.core @ out).flatten(1).T
+
+
+class HierarchicalTuckerMuMoE(Hierarchy, TuckerMuMoE):
+    """Tucker-muMoE in levels: each is one more factor of the core tensor, which grows by its rank."""
+
+    def product(
+        self, first: Float[Tensor, "*#batch _"], later: Float[Tensor, "*#batch _"]
+    ) -> Float[Tensor, "*batch _"]:
+        """Return the outer product of rows, as one row."""
+        return (first.unsqueeze(-1) * later.unsqueeze(-2)).flatten(-2)

@@ -19,6 +19,7 @@ STYLES = {
     "Tucker-muMoE": ("#8c6d1f", "p"),
     "MoE": ("#6a4c93", "h"),
     "SAE": ("#7a7a7a", "v"),
+    "muMoE-block": ("#8f5d2c", "P"),
 }
 
 

@@ -195,13 +195,15 @@ RANKS = {
 
 @pytest.mark.parametrize(("method", "levels", "ranks", "outputs", "published"), PUBLISHED)
 def test_published_sizes(method, levels, ranks, outputs, published):
-    """The muMoE paper's tables, and with one level what the layers count for their experts."""
+    """The muMoE paper's tables, and what the layers count for their experts."""
     assert final_layer(method, levels, ranks, outputs=outputs) == published
+    named = dict(zip(RANKS[method], ranks, strict=True))
+    named |= {"d_in": 768, "d_out": outputs, "hidden": 768, "expert_bias": True}
     if len(levels) == 1:
-        named = dict(zip(RANKS[method], ranks, strict=True))
-        widths = {"d_in": 768, "d_out": outputs, "hidden": 768, "expert_bias": True}
-        config = parse_layer({"method": method, "num_units": levels[0], **widths, **named})
-        assert config.expert_params + 768 * levels[0] == published
+        named["num_units"] = levels[0]
+    else:
+        named |= {"levels": levels, "sparsity": {"kind": "levels", "levels": [1] * len(levels)}}
+    assert parse_layer({"method": method, **named}).expert_params + 768 * sum(levels) == published
 
 
 GPT2 = MLPShape(768, 768, 3072, "gelu_tanh", False)

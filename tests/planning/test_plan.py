@@ -36,6 +36,8 @@ EXPERTS = [
     {"method": "tucker_mumoe", "sparsity": {"kind": "topk", "k": 8}},
     {"method": "moe", "sparsity": {"kind": "topk", "k": 2}},
     {"method": "moe", "sparsity": {"kind": "relu_l1"}},
+    {"method": "mumoe_block", "sparsity": {"kind": "topk", "k": 8}},
+    {"method": "mxd", "levels": [None, 4], "sparsity": {"kind": "levels", "levels": [8, 2]}},
 ]
 
 

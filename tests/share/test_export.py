@@ -48,7 +48,7 @@ def _modules_folder(tmp_path_factory, monkeypatch):
 def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0, **options):
     """A layer with random weights that fits a block; as first built, decoders are zero."""
     sparsity = kind(k=5) if "k" in kind.model_fields else kind()
-    fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump(), **options}
+    fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump()} | options
     layer = parse_layer(fields).resolve(model.mlp_shape(number)).build()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
@@ -107,6 +107,15 @@ def test_the_exported_model_is_the_spliced_one(family, variant, ids, tmp_path):
         assert greedy(module, ids).tolist() == greedy(family.module, ids).tolist()
     torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
     assert (expected - base).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("method", ["mxd", "cp_mumoe", "tr_mumoe", "tucker_mumoe"])
+def test_hierarchies(gpt2, ids, tmp_path, method):
+    levels = {"levels": [6, 4, 2], "sparsity": {"kind": "levels", "levels": [3, 2, 1]}}
+    layer = replacement(gpt2, 1, method, num_units=48, expert_bias=True, **levels)
+    module = load(export_model(gpt2, {1: layer}, tmp_path / "out"))
+    with spliced(gpt2, {1: layer}):
+        torch.testing.assert_close(logits_of(module, ids), gpt2.logits(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_every_kind_of_sparsity_is_among_them():

@@ -1,0 +1,102 @@
+"""What every kind of sparsity offers: a frozen config, and a small module whose state lives in the state dict."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from mxd.common.processes import ALONE, Processes
+from mxd.layers.gates import Code, Gate
+from mxd.ops import CandidateDtype, Selection
+
+Norms = Callable[[], Float[Tensor, " units"]]
+
+
+class Sparsity(nn.Module, ABC):
+    """Chooses units from their pre-activations.
+
+    State that a kind updates in training (running statistics, thresholds, draws) lives in buffers, which are saved with
+    the layer, and changes in training mode only.
+    """
+
+    candidates: CandidateDtype = "float32"
+    """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
+    processes: Processes = ALONE
+    """Those that take each training step together: statistics of a batch are taken over all of them."""
+    widening: float = 1.0
+    """In training, K is multiplied by this: set before each step where K falls during a run (``training.k_start``)."""
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
+        """Return the code of some tokens."""
+
+    def seed(self, seed: int) -> None:
+        """Set the seed of what is drawn in training; most kinds draw nothing."""
+
+    def penalty(self, code: Code, unit_norms: Norms, factor_norms: Norms) -> Float[Tensor, ""]:
+        """Return the term added to the training loss: zero for most kinds.
+
+        Args:
+            code: the code of some tokens.
+            unit_norms: the layer's function of this name.
+            factor_norms: the layer's function of this name.
+        """
+        return code.zero()
+
+    def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
+        """Return the code of the ``k`` largest positive pre-activations of each token.
+
+        Args:
+            x: what the layer reads.
+            gate: the layer's gate.
+            k: how many.
+        """
+        if self.training:
+            k = min(round(k * self.widening), gate.units)
+        selection = Selection()
+        activations, indices = gate.top(x, k, self.candidates if self.training else "float32", selection)
+        return Code(activations, indices, selection=selection)
+
+
+class SparsityConfig(BaseModel, ABC):
+    """Fields common to all kinds: none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    general: ClassVar[bool] = True
+    """Whether it works with every method whose gate gives one score for each unit (one head)."""
+    kind: str
+    """The kind's name."""
+
+    @property
+    @abstractmethod
+    def max_k(self) -> int | None:
+        """The largest number of units a token can use; ``None`` where it is not bounded."""
+
+    @property
+    @abstractmethod
+    def slug(self) -> str:
+        """A short name for folders and figures."""
+
+    def num_params(self, units: int) -> int:
+        """Return the number of parameters that the kind learns for a layer of ``units`` units."""
+        return 0
+
+    @abstractmethod
+    def build(self, units: int) -> Sparsity:
+        """Build the module for a layer of ``units`` units."""
+
+
+def one_head(gate: Gate, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens units"]:
+    """Return the pre-activations of a gate with a single head, all units in order."""
+    return gate.scores(x).squeeze(1)
+
+
+def every_unit(activations: Float[Tensor, "tokens units"]) -> Code:
+    """Return the code that lists all units in order."""
+    units = torch.arange(activations.shape[-1], device=activations.device)
+    return Code(activations, units.expand(activations.shape), all_units=True)
