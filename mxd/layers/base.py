@@ -12,6 +12,7 @@ layer.config             -> its frozen config; ``config.num_params`` equals the 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -97,6 +98,11 @@ class ReplacementLayer(nn.Module, ABC):
         """Return which units are active and how strongly."""
         code: Code = self.sparsity(self._rows(x), self.gates)
         return code.reshape(x.shape[:-1])
+
+    @torch.no_grad()
+    def begin_step(self, parts: Sequence[Float[Tensor, "*batch d_in"]]) -> None:
+        """Let the sparsity see what the layer is about to read in one training step, part by part."""
+        self.sparsity.begin_step([self._rows(part) for part in parts], self.gates)
 
     def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
         """Return where the input is that of BOS, up to ``BOS_RADIUS``, so that the output is the stored constant."""
@@ -189,6 +195,8 @@ class ReplacementLayer(nn.Module, ABC):
         self.bias.copy_(mean_out)
         if start == "centred":
             self.gates.centre(mean_in)
+        if covariance is not None and self.config.sparsity.needs_covariance:
+            self.sparsity.initialise(self.gates, mean_in, covariance.read)
 
     @property
     @abstractmethod

@@ -4,14 +4,26 @@
 ``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
 """
 
+from mxd.ops.cutoff import kth_largest
 from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
     candidate_dtype,
+    linear_at,
     metered_as,
     sparse_decode,
     topk_linear,
     use_triton,
 )
 
-__all__ = ["CandidateDtype", "Selection", "candidate_dtype", "metered_as", "sparse_decode", "topk_linear", "use_triton"]
+__all__ = [
+    "CandidateDtype",
+    "Selection",
+    "candidate_dtype",
+    "kth_largest",
+    "linear_at",
+    "metered_as",
+    "sparse_decode",
+    "topk_linear",
+    "use_triton",
+]

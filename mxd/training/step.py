@@ -60,7 +60,7 @@ class Trainee:
         """
         mesh = self.processes.mesh(self.layer.bias.device.type)
         fully_shard(self.layer, mesh=mesh, reshard_after_forward=False)
-        for method in ("encode", "decode"):
+        for method in ("begin_step", "encode", "decode"):
             register_fsdp_forward_method(self.layer, method)
         self.optimizer = _adam(self.layer)
 
@@ -86,18 +86,19 @@ def train_step(
         clip_norm: largest gradient norm.
     """
     trainee.optimizer.zero_grad(set_to_none=True)
+    layer = trainee.layer
+    layer.begin_step(layer.read(x, y).chunk(accumulation))
     for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
-        result = forward_backward(trainee.layer, x_part, y_part, accumulation)
+        result = forward_backward(layer, x_part, y_part, accumulation)
         trainee.stats.see(y_part, result.error, result.loss, result.code, tokens_seen)
     if not trainee.sharded:  # where it is, the backward pass averaged
-        trainee.processes.average(
-            [parameter.grad for parameter in trainee.layer.parameters() if parameter.grad is not None]
-        )
+        trainee.processes.average([parameter.grad for parameter in layer.parameters() if parameter.grad is not None])
     if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(trainee.layer.parameters(), clip_norm)
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), clip_norm)
     for group in trainee.optimizer.param_groups:
         group["lr"] = lr
     trainee.optimizer.step()
+    layer.sparsity.end_step()
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:
