@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from mxd.layers.gates import Code, Gate
 from mxd.layers.sparsity.base import Norms, Sparsity, SparsityConfig, every_unit, one_head
 
-GAIN = 0.05
+GAIN = 0.2
 """How fast the penalty's weight follows: a step with twice the target multiplies it by ``2^GAIN``."""
 
 DAMPING = 2
-"""How much of the weight is for the next step alone: after a step with twice the target it is ``2^DAMPING`` as large."""
+"""How much of the weight is for one step alone: after a step with twice the target it is ``2^DAMPING`` as large."""
 
 CHUNK = 4096
 """Units whose rows are formed at a time to set the first thresholds."""
@@ -109,7 +109,7 @@ class JumpReLU(Sparsity):
 
     @torch.no_grad()
     def initialise(self, gate: Gate, mean_in: Float[Tensor, " d_in"], covariance: Float[Tensor, "d_in d_in"]) -> None:
-        """Set each threshold where a normal distribution of its pre-activations exceeds it for ``l0 / N`` of the tokens.
+        """Set each threshold where a normal distribution of its pre-activations exceeds it for ``l0 / N`` of tokens.
 
         Args:
             gate: the layer's gate, initialised.
@@ -179,7 +179,7 @@ class _Count(torch.autograd.Function):
     def forward(ctx: Any, positive: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
         ctx.save_for_backward(positive, threshold)
         ctx.bandwidth = bandwidth
-        return (positive > threshold).sum(dtype=positive.dtype)
+        return (positive > threshold.clamp_min(0)).sum(dtype=positive.dtype)
 
     @staticmethod
     @once_differentiable
