@@ -111,13 +111,13 @@ def test_widening_multiplies_k_in_training(x, gate):
 
 
 def test_evaluation_keeps_what_is_above_the_mean_of_the_cutoffs(x, gate):
-    """The mean is that of all steps with weights that fall by 1% a step; evaluation does not move it."""
+    """The mean is that of all steps with weights that fall by a tenth a step; evaluation does not move it."""
     sparsity, cutoffs = BatchTopKConfig(k=K).build(UNITS).train(), []
     for step in range(5):
         batch = x + step / 10
         sparsity(batch, gate)
         cutoffs.append(positive(batch, gate).flatten().topk(20 * K).values[-1].item())
-    weights = [0.99 ** (4 - step) for step in range(5)]
+    weights = [0.9 ** (4 - step) for step in range(5)]
     mean = sum(w * c for w, c in zip(weights, cutoffs, strict=True)) / sum(weights)
     assert sparsity.threshold.item() == pytest.approx(mean, rel=1e-12)
     assert sparsity.threshold.dtype == torch.float64

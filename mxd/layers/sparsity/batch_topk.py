@@ -15,8 +15,8 @@ from mxd.ops import Selection, kth_largest
 WIDTH = 4
 """The list of a token begins with this many times K candidates, and is made longer where that may be too short."""
 
-RATE = 0.01
-"""Weight of the newest step in the running mean of the cutoffs."""
+RATE = 0.1
+"""Weight of the newest step in the running mean of the cutoffs: a longer memory (0.01) lags behind in short runs."""
 
 
 class BatchTopKConfig(SparsityConfig):
