@@ -26,6 +26,7 @@ from mxd.common.files import read_text
 from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml
 from mxd.layers import LAYERS, AnyReplacement, Initialisation
 from mxd.layers.sizing import Match
+from mxd.layers.sparsity import SPARSITIES
 from mxd.questions import EvaluationConfig, Settings
 
 MOST_REPLACEMENTS = 10_000
@@ -282,10 +283,8 @@ class RunConfig(Settings):
     @field_validator("replacements", mode="after")
     @classmethod
     def _trainable(cls, value: tuple[AnyReplacement, ...]) -> tuple[AnyReplacement, ...]:
-        if any(item.sparsity.kind == "jumprelu" for item in value):
-            raise ValueError(
-                "jumprelu is for imported layers: its thresholds are not trained here; choose another sparsity"
-            )
+        for item in value:
+            item.sparsity.check_trainable()
         return value
 
     @field_validator("blocks", mode="after")
@@ -412,7 +411,7 @@ def _hint(problem: Any) -> str:
             settings = fields[part].annotation if part in fields else LAYERS.get(str(part), settings)
         return f"; fields here: {', '.join(getattr(settings, 'model_fields', {}))}"
     if problem["type"].startswith("union_tag"):
-        return f" (methods: {', '.join(LAYERS)}; sparsities: topk, random_k, relu_l1)"
+        return f" (methods: {', '.join(LAYERS)}; sparsities: {', '.join(SPARSITIES)})"
     return ""
 
 

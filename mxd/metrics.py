@@ -59,7 +59,7 @@ def _at(values: Mapping[str, Any], path: str) -> float | None:
     value: Any = values
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    return float(value) if isinstance(value, int) else value
 
 
 # faithfulness.json: is it faithful?

@@ -113,7 +113,7 @@ def test_overrides(words: list[str], check) -> None:
         ({}, "replacements"),
         ({"replacements": []}, "replacements"),
         ({"replacements": [{"method": "nope"}]}, "methods: mxd, transcoder, cp_mumoe, tr_mumoe"),
-        ({"replacements": [{"method": "mxd", "sparsity": {"kind": "nope"}}]}, "sparsities: topk, random_k, relu_l1"),
+        ({"replacements": [{"method": "mxd", "sparsity": {"kind": "nope"}}]}, "sparsities: topk, random_k, batch_topk"),
         ({"replacements": [{"method": "mxd", "hiden": 3}]}, "fields here: .*hidden"),
         ({"replacements": [{"method": "mxd", "num_units": 4, "sparsity": {"kind": "topk", "k": 5}}]}, "k = 5 is more"),
         ({**ONE, "training": {"lrr": 1}}, "training.lrr.*fields here: recipe"),

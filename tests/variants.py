@@ -5,13 +5,17 @@ from pydantic import TypeAdapter
 from mxd.layers import LAYERS, parse_layer
 from mxd.layers.sparsity import AnySparsity
 
-UNITS = 11
+UNITS = 12
 
 SPARSITIES = {
     "topk": {"kind": "topk", "k": 3},
     "random_k": {"kind": "random_k", "k": 4, "spread": 2},
+    "batch_topk": {"kind": "batch_topk", "k": 3},
+    "group_max": {"kind": "group_max", "k": 3},
     "relu_l1": {"kind": "relu_l1", "l1": 0.01},
-    "jumprelu": {"kind": "jumprelu"},
+    "jumprelu": {"kind": "jumprelu", "l0": 3},
+    "softmax": {"kind": "softmax", "norm": "batch"},
+    "entmax": {"kind": "entmax"},
     "levels": {"kind": "levels", "levels": [3, 2]},
 }
 """One of each kind, by name."""

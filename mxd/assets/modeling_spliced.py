@@ -131,11 +131,18 @@ class SparseLayer(nn.Module):
         self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, sparsity: dict[str, Any] | None = None
     ) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
-        sparsity, activation = sparsity or self.spec["sparsity"], F.linear(x, weight, bias).relu()
-        if sparsity["kind"] in ("topk", "random_k"):
+        sparsity, scores = sparsity or self.spec["sparsity"], F.linear(x, weight, bias)
+        kind, activation = sparsity["kind"], scores.relu()
+        if kind in ("topk", "random_k"):
             values, units = activation.topk(sparsity["k"])
             return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
-        if sparsity["kind"] == "jumprelu":
+        if kind in ("softmax", "entmax"):
+            activation = self.shares(scores)
+        elif kind == "group_max":
+            groups = activation.unflatten(-1, (sparsity["k"], -1))
+            best = F.one_hot(groups.argmax(-1), groups.shape[-1])
+            activation = (groups * best).flatten(-2)
+        elif kind in ("jumprelu", "batch_topk"):
             activation = activation * (activation > self.sparsity_threshold)
         return activation @ table
 
@@ -143,6 +150,24 @@ class SparseLayer(nn.Module):
         """Return ``z @ factor``; where experts have biases, ``factor`` has a row more, for a hidden unit that is 1."""
         z = self.hidden(x)
         return z @ factor[:-1] + factor[-1] if self.spec["expert_bias"] else z @ factor
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """Return shares of the units that sum to 1: softmax or entmax of normalised scores."""
+        sparsity = self.spec["sparsity"]
+        if sparsity["norm"] == "layer":
+            scores = F.layer_norm(scores, scores.shape[-1:], eps=1e-5)
+        elif sparsity["norm"] == "batch":
+            scores = (scores - self.sparsity_mean) * (self.sparsity_variance + 1e-5).rsqrt()
+        if sparsity["kind"] == "softmax":
+            return scores.softmax(-1)
+        half = (scores - scores.amax(-1, keepdim=True)) / 2  # entmax: max(half - tau, 0)^2, of which tau makes sum 1
+        ordered = half.sort(-1, descending=True).values
+        count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
+        mean = ordered.cumsum(-1) / count
+        spread = ordered.square().cumsum(-1) - count * mean.square()
+        tau = mean - ((1 - spread) / count).clamp_min(0).sqrt()
+        support = (tau <= ordered).sum(-1, keepdim=True)
+        return (half - tau.gather(-1, support - 1)).clamp_min(0).square()
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the dense encoder's hidden state, in the base MLP's form: plain or gated."""

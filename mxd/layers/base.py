@@ -12,6 +12,7 @@ layer.config             -> its frozen config; ``config.num_params`` equals the 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -114,6 +115,11 @@ class ReplacementLayer(nn.Module, ABC):
         """Return what the output is without any unit: the output bias, and a skip where there is one."""
         return self._rest(self._rows(x)).reshape(*x.shape[:-1], -1).to(x.dtype)
 
+    @torch.no_grad()
+    def begin_step(self, parts: Sequence[Float[Tensor, "*batch d_in"]]) -> None:
+        """Let the sparsity see what the layer is about to read in one training step, part by part."""
+        self.sparsity.begin_step([self._rows(part) for part in parts], self.gates)
+
     def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
         """Return where the input is that of BOS, up to ``BOS_RADIUS``, so that the output is the stored constant."""
         return self._at_bos(self._rows(x)).reshape(x.shape[:-1])
@@ -205,6 +211,8 @@ class ReplacementLayer(nn.Module, ABC):
         self.bias.copy_(mean_out)
         if start == "centred":
             self.gates.centre(mean_in)
+        if covariance is not None and self.config.sparsity.needs_covariance:
+            self.sparsity.initialise(self.gates, mean_in, covariance.read)
 
     @property
     @abstractmethod

@@ -123,7 +123,7 @@ class ReplacementConfig(BaseModel, ABC):
     @property
     def needs_covariance(self) -> bool:
         """Whether ``ReplacementLayer.initialise`` asks for a ``Covariance``."""
-        return False
+        return self.sparsity.needs_covariance
 
     @abstractmethod
     def resolve(self, mlp: MLPShape) -> "ReplacementConfig":
@@ -160,6 +160,7 @@ class ReplacementConfig(BaseModel, ABC):
 
         A stored constant is not part of the budget. This solves for ``num_units``: the count is affine in it, so two
         evaluations determine it. A method where it is not (product keys, hierarchies) solves for a field of its own.
+        Where the sparsity takes only multiples of some number of units, it is the nearest of these.
 
         Args:
             budget: number of parameters.
@@ -169,7 +170,7 @@ class ReplacementConfig(BaseModel, ABC):
         """
         one, two = (self.grown(n).learned_params for n in (1, 2))
         per_unit = two - one
-        units = round((budget - one) / per_unit) + 1
+        units = self.sparsity.nearest_units(round((budget - one) / per_unit) + 1)
         if units < 1:
             raise MxdError(
                 f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
@@ -209,8 +210,7 @@ class ReplacementConfig(BaseModel, ABC):
         return self
 
     @model_validator(mode="after")
-    def _check_k(self) -> "ReplacementConfig":
-        k = self.sparsity.max_k
-        if self.num_units is not None and k is not None and k > self.num_units:
-            raise ValueError(f"k = {k} is more than num_units = {self.num_units}; lower k or raise num_units")
+    def _check_units(self) -> "ReplacementConfig":
+        if self.num_units is not None:
+            self.sparsity.check_units(self.num_units)
         return self

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.ops import CandidateDtype, Selection, topk_linear
+from mxd.ops import CandidateDtype, Selection, linear_at, topk_linear
 
 LISTED = 2**26
 """Elements of a dense code that are formed at a time to list the active pairs."""
@@ -166,6 +166,18 @@ class Gate(ABC):
             selection: a new one, to be passed on to the decoder of the same indices.
         """
 
+    def at(
+        self, x: Float[Tensor, "tokens d_in"], indices: Int[Tensor, "tokens k"], selection: Selection
+    ) -> Float[Tensor, "tokens k"]:
+        """Return ``relu(scores)`` of the units given for each token, of a gate with one head.
+
+        Args:
+            x: what the layer reads.
+            indices: the numbers of the units.
+            selection: a new one, to be passed on to the decoder of the same indices.
+        """
+        return self.scores(x).squeeze(1).relu().gather(1, indices)
+
     @abstractmethod
     def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
         """Return weight and bias of some units: ``scores(x)[:, head, ids] = x @ weight.T + bias``."""
@@ -195,6 +207,12 @@ class LinearGate(Gate):
     ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
         """As ``Gate.top``, tile by tile: the dense pre-activations never exist."""
         return topk_linear(x, self.weight, self.bias, k, candidates, selection)
+
+    def at(
+        self, x: Float[Tensor, "tokens d_in"], indices: Int[Tensor, "tokens k"], selection: Selection
+    ) -> Float[Tensor, "tokens k"]:
+        """As ``Gate.at``, without the pre-activations of other units."""
+        return linear_at(x, self.weight, self.bias, indices, selection)
 
     def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
         """Return the units' rows and biases."""

@@ -4,11 +4,13 @@
 ``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
 """
 
+from mxd.ops.cutoff import kth_largest
 from mxd.ops.experts import bilinear, grouped_linear
 from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
     candidate_dtype,
+    linear_at,
     metered_as,
     sparse_decode,
     topk_linear,
@@ -21,6 +23,8 @@ __all__ = [
     "bilinear",
     "candidate_dtype",
     "grouped_linear",
+    "kth_largest",
+    "linear_at",
     "metered_as",
     "sparse_decode",
     "topk_linear",

@@ -272,14 +272,16 @@ def _step(
 
     part = partial(forward_backward, layer, x, y, accumulation)
     with metered_as(device.type):
+        begin = meter(partial(layer.sparsity.begin_step, [layer.read(x, y)] * accumulation, layer.gates))
         first = meter(part)
         later = meter(part) if accumulation > 1 else Cost()  # adds to the gradient, which is held beside it
+    held = later.peak + 4 * config.num_params
     return Cost(
-        flops=accumulation * first.flops,
-        rounded=accumulation * first.rounded,
-        moved=first.moved + (accumulation - 1) * later.moved,
-        peak=max(first.peak, later.peak + 4 * config.num_params) if accumulation > 1 else first.peak,
-        largest=first.largest,
+        flops=begin.flops + accumulation * first.flops,
+        rounded=begin.rounded + accumulation * first.rounded,
+        moved=begin.moved + first.moved + (accumulation - 1) * later.moved,
+        peak=max(begin.peak, begin.kept + (max(first.peak, held) if accumulation > 1 else first.peak)),
+        largest=max(begin.largest, first.largest),
     )
 
 

@@ -31,6 +31,8 @@ class Cost:
     """Largest number of bytes that it held at a time, without what was allocated before the call."""
     largest: int = 0
     """Bytes of its largest tensor."""
+    kept: int = 0
+    """Bytes that are still held after it."""
 
 
 def meter(run: Callable[[], Any]) -> Cost:
@@ -40,7 +42,9 @@ def meter(run: Callable[[], Any]) -> Cost:
     """
     with _Meter() as costs, FlopCounterMode(display=False) as counter:
         run()
-    return Cost(counter.get_total_flops(), costs.rounded, costs.sparse, costs.moved, costs.peak, costs.largest)
+    return Cost(
+        counter.get_total_flops(), costs.rounded, costs.sparse, costs.moved, costs.peak, costs.largest, costs.live
+    )
 
 
 _aten = torch.ops.aten

@@ -62,7 +62,7 @@ class Trainee:
         """
         mesh = self.processes.mesh(self.layer.bias.device.type)
         fully_shard(self.layer, mesh=mesh, reshard_after_forward=False)
-        for method in ("encode", "decode", "dead_code", "rest"):
+        for method in ("begin_step", "encode", "decode", "dead_code", "rest"):
             register_fsdp_forward_method(self.layer, method)
         self.optimizer = self._new_optimizer()
 
@@ -119,18 +119,19 @@ def train_step(
         step: how many steps have been taken.
     """
     trainee.optimizer.zero_grad()
-    trainee.layer.sparsity.widening = widening(step, training)
+    layer = trainee.layer
+    layer.sparsity.widening = widening(step, training)
+    layer.begin_step(layer.read(x, y).chunk(training.parts))
     dead, weight = trainee.dead(step * training.batch_tokens, training), training.settings.auxk
     for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
-        result = forward_backward(trainee.layer, x_part, y_part, training.parts, dead, weight)
+        result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
         trainee.stats.see(y_part, result.error, result.loss, result.code, (step + 1) * training.batch_tokens)
     if not trainee.sharded:  # where it is, the backward pass averaged
-        trainee.processes.average(
-            [parameter.grad for parameter in trainee.layer.parameters() if parameter.grad is not None]
-        )
+        trainee.processes.average([parameter.grad for parameter in layer.parameters() if parameter.grad is not None])
     if training.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(trainee.layer.parameters(), training.clip_norm)
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), training.clip_norm)
     trainee.optimizer.step(learning_rate(step, training))
+    layer.sparsity.end_step()
 
 
 def learning_rate(step: int, training: TrainingConfig) -> float:

@@ -4,11 +4,19 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from mxd.common.errors import MxdError
-from mxd.config import parse_config
 from mxd.layers import Code, parse_layer
 from mxd.layers.gates import LinearGate
-from mxd.layers.sparsity import AnySparsity, JumpReLUConfig, RandomKConfig, ReLUL1Config, TopKConfig
+from mxd.layers.sparsity import (
+    AnySparsity,
+    BatchTopKConfig,
+    EntmaxConfig,
+    GroupMaxConfig,
+    JumpReLUConfig,
+    RandomKConfig,
+    ReLUL1Config,
+    SoftmaxConfig,
+    TopKConfig,
+)
 from mxd.layers.transcoder import TranscoderConfig
 
 
@@ -158,38 +166,6 @@ def test_relu_keeps_every_positive_unit(gate):
     assert code.indices.tolist() == [list(range(40))] * 3
 
 
-# --- JumpReLU -----------------------------------------------------------------------------------------------------
-
-
-def test_jumprelu_keeps_what_is_above_its_units_threshold(gate):
-    """Whole, not less the threshold; what is exactly at it is off; a negative threshold is as good as zero."""
-    x, weight, bias = gate[0], gate[1].weight, gate[1].bias
-    pre = x @ weight.T + bias
-    sparsity = JumpReLUConfig().build(40)
-    sparsity.threshold.copy_(torch.rand(40))
-    sparsity.threshold[3], sparsity.threshold[4] = torch.nn.functional.linear(x, weight, bias)[1, 3].abs(), -5.0
-    weight[3], bias[3] = weight[3] * pre[1, 3].sign(), bias[3] * pre[1, 3].sign()
-    pre = torch.nn.functional.linear(x, weight, bias)
-    code = sparsity(*gate)
-    values = code.activations
-    assert code.all_units and code.indices.tolist() == [list(range(40))] * 3
-    assert torch.equal(values, torch.where((pre > sparsity.threshold) & (pre > 0), pre, torch.zeros(())))
-    assert values[1, 3] == 0 < pre[1, 3] and 10 < (values > 0).sum() < (pre > 0).sum()
-
-
-def test_jumprelu_thresholds_are_state_and_not_parameters():
-    config = TranscoderConfig(d_in=6, d_out=5, num_units=40, sparsity=JumpReLUConfig())
-    layer = config.build()
-    assert "sparsity.threshold" in layer.state_dict() and "sparsity.threshold" not in dict(layer.named_parameters())
-    assert config.num_params == sum(p.numel() for p in layer.parameters())
-
-
-def test_jumprelu_cannot_be_trained():
-    run = {"replacements": [{"method": "transcoder", "sparsity": {"kind": "jumprelu"}}]}
-    with pytest.raises(MxdError, match="jumprelu is for imported layers"):
-        parse_config(run)
-
-
 # --- configs ------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +177,12 @@ def test_jumprelu_cannot_be_trained():
         (ReLUL1Config(l1=0.005), None, "l1-0.005"),
         (ReLUL1Config(l1=0.005, weighting="none"), None, "l1-0.005-none"),
         (JumpReLUConfig(), None, "jumprelu"),
+        (JumpReLUConfig(l0=16), None, "jumprelu16"),
+        (BatchTopKConfig(k=8), None, "batchk8"),
+        (GroupMaxConfig(k=8), 8, "groupmax8"),
+        (EntmaxConfig(), None, "entmax1.5"),
+        (EntmaxConfig(norm="batch"), None, "entmax1.5-batch"),
+        (SoftmaxConfig(norm="none"), None, "softmax-none"),
     ],
 )
 def test_configs(config, max_k, slug):
@@ -217,6 +199,10 @@ def test_configs(config, max_k, slug):
         {"kind": "relu_l1", "weighting": "rows"},
         {"kind": "relu_l1", "k": 4},
         {"kind": "jumprelu", "threshold": 1.0},
+        {"kind": "jumprelu", "l0": 0},
+        {"kind": "batch_topk", "k": 0},
+        {"kind": "entmax", "alpha": 1.3},
+        {"kind": "entmax", "norm": "group"},
         {"kind": "topp"},
         {"k": 4},
     ],

@@ -1,24 +1,49 @@
 """How units are chosen. Each kind is a frozen config and a small module whose state lives in the state dict.
 
-All apply ReLU to the pre-activations first, so activations are non-negative (MxD, section 2.4; Gao et al., TopK).
+Activations are never negative: all kinds but those whose codes sum to 1 apply ReLU to the pre-activations first (MxD,
+section 2.4; Gao et al., TopK).
 """
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
 from mxd.layers.sparsity.base import Sparsity, SparsityConfig
+from mxd.layers.sparsity.batch_topk import BatchTopK, BatchTopKConfig
+from mxd.layers.sparsity.group_max import GroupMax, GroupMaxConfig
 from mxd.layers.sparsity.jumprelu import JumpReLU, JumpReLUConfig
 from mxd.layers.sparsity.l1 import ReLUL1, ReLUL1Config, Weighting
 from mxd.layers.sparsity.levels import Levels, LevelsConfig
+from mxd.layers.sparsity.simplex import Entmax, EntmaxConfig, Softmax, SoftmaxConfig
 from mxd.layers.sparsity.topk import RandomK, RandomKConfig, TopK, TopKConfig
 
 AnySparsity = Annotated[
-    TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig | LevelsConfig, Field(discriminator="kind")
+    TopKConfig
+    | RandomKConfig
+    | BatchTopKConfig
+    | GroupMaxConfig
+    | ReLUL1Config
+    | JumpReLUConfig
+    | SoftmaxConfig
+    | EntmaxConfig
+    | LevelsConfig,
+    Field(discriminator="kind"),
 ]
 
+SPARSITIES: dict[str, type[SparsityConfig]] = {
+    config.model_fields["kind"].default: config for config in get_args(get_args(AnySparsity)[0])
+}
+"""Kind -> its config."""
+
 __all__ = [
+    "SPARSITIES",
     "AnySparsity",
+    "BatchTopK",
+    "BatchTopKConfig",
+    "Entmax",
+    "EntmaxConfig",
+    "GroupMax",
+    "GroupMaxConfig",
     "JumpReLU",
     "JumpReLUConfig",
     "Levels",
@@ -27,6 +52,8 @@ __all__ = [
     "RandomKConfig",
     "ReLUL1",
     "ReLUL1Config",
+    "Softmax",
+    "SoftmaxConfig",
     "Sparsity",
     "SparsityConfig",
     "TopK",

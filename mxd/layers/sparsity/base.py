@@ -1,7 +1,7 @@
 """What every kind of sparsity offers: a frozen config, and a small module whose state lives in the state dict."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -34,6 +34,28 @@ class Sparsity(nn.Module, ABC):
     def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
         """Return the code of some tokens."""
 
+    def initialise(self, gate: Gate, mean_in: Float[Tensor, " d_in"], covariance: Float[Tensor, "d_in d_in"]) -> None:
+        """Set what is initialised from data, where ``SparsityConfig.needs_covariance``.
+
+        Args:
+            gate: the layer's gate, initialised.
+            mean_in: mean of what the layer reads.
+            covariance: its covariance.
+        """
+
+    def begin_step(self, parts: Sequence[Float[Tensor, "_ d_in"]], gate: Gate) -> None:
+        """See what the layer is about to read in one training step, for kinds that choose units for all of it at once.
+
+        The trainer calls this before the step; code that does not takes each batch for a step of its own.
+
+        Args:
+            parts: the step's tokens in this process, as they will be given to ``forward``, in the same order.
+            gate: the layer's gate.
+        """
+
+    def end_step(self) -> None:
+        """Do what is to be done after the optimiser's update; most kinds do nothing."""
+
     def seed(self, seed: int) -> None:
         """Set the seed of what is drawn in training; most kinds draw nothing."""
 
@@ -47,6 +69,10 @@ class Sparsity(nn.Module, ABC):
         """
         return code.zero()
 
+    def widened(self, k: int, units: int) -> int:
+        """Return the K of now: ``k``, times ``widening`` in training, and at most the number of units."""
+        return min(round(k * self.widening), units) if self.training else k
+
     def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
         """Return the code of the ``k`` largest positive pre-activations of each token.
 
@@ -55,8 +81,7 @@ class Sparsity(nn.Module, ABC):
             gate: the layer's gate.
             k: how many.
         """
-        if self.training:
-            k = min(round(k * self.widening), gate.units)
+        k = self.widened(k, gate.units)
         selection = Selection()
         activations, indices = gate.top(x, k, self.candidates if self.training else "float32", selection)
         return Code(activations, indices, selection=selection)
@@ -81,6 +106,31 @@ class SparsityConfig(BaseModel, ABC):
     @abstractmethod
     def slug(self) -> str:
         """A short name for folders and figures."""
+
+    def nearest_units(self, units: int) -> int:
+        """Return the number of units that the kind can choose from and that is nearest to ``units``."""
+        return units
+
+    @property
+    def needs_covariance(self) -> bool:
+        """Whether ``Sparsity.initialise`` is called with the covariance of what the layer reads."""
+        return False
+
+    def check_units(self, units: int) -> None:
+        """Check that the kind can choose from so many units.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.max_k is not None and self.max_k > units:
+            raise ValueError(f"k = {self.max_k} is more than num_units = {units}; lower k or raise num_units")
+
+    def check_trainable(self) -> None:
+        """Check that a run can train it.
+
+        Raises:
+            ValueError: it is for imported layers only.
+        """
 
     def num_params(self, units: int) -> int:
         """Return the number of parameters that the kind learns for a layer of ``units`` units."""

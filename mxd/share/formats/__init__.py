@@ -28,7 +28,7 @@ from mxd.model.loading import load_frozen
 from mxd.share.formats import circuit_tracer, gemma_scope, reference, saelens, sparsify
 from mxd.share.formats.base import Format, Incoming, Input, Outgoing, weights_of
 from mxd.share.formats.conventions import affine, norms, shift_input
-from mxd.share.formats.jumprelu import Loss, fit_and_measure, measure
+from mxd.share.formats.jumprelu import Loss, fit_and_measure, measure, same_as_jumprelu
 
 FORMATS = {
     "sparsify": sparsify.FORMAT,
@@ -168,13 +168,17 @@ def _prepare(
     """Return the layer in a form that the format holds, and what that loses."""
     layer, form = trained.layer, FORMATS[tool]
     assert isinstance(layer, Transcoder)
-    kind, is_topk = layer.config.sparsity.kind, layer.config.sparsity.max_k is not None
-    fit = jumprelu or kind not in form.kinds
+    kind = layer.config.sparsity.kind
+    if kind not in form.kinds and "jumprelu" in form.kinds and (same := same_as_jumprelu(layer)) is not None:
+        return same, None
+    is_topk, fit = kind in ("topk", "random_k"), jumprelu or kind not in form.kinds
     if fit and not (is_topk and "jumprelu" in form.kinds):
-        holders = ", ".join(other for other, item in FORMATS.items() if kind in item.kinds)
+        held = "jumprelu" if kind == "batch_topk" else kind
+        holders = ", ".join(other for other, item in FORMATS.items() if held in item.kinds)
         raise MxdError(
-            f"{name}: {tool} holds {', '.join(form.kinds)}, and this layer is {kind}; only TopK can be turned into "
-            f"JumpReLU, where a format has that. Formats that hold it as it is: {holders}."
+            f"{name}: {tool} holds {', '.join(form.kinds) or 'nothing that mxd writes'}, and this layer is {kind}; "
+            "only TopK can be turned into JumpReLU, where a format has that. Formats that hold it as it is: "
+            f"{holders or 'none, but a model that `mxd export-model` writes does'}."
         )
     if not fit and (form.forward is None or not is_topk):
         return layer, None

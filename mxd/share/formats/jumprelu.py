@@ -1,4 +1,6 @@
-"""TopK -> JumpReLU, for tools that have no TopK: a threshold for each unit, fitted on activations.
+"""Other kinds of sparsity -> JumpReLU, for tools that have no other.
+
+BatchTopK is evaluated with one threshold, so it is a JumpReLU already. For TopK a threshold is fitted for each unit.
 
 Whether a unit is among the K largest depends on the other units, while a threshold does not, so something is always
 lost. Each threshold minimises the squared error of its unit's activations against TopK's: docs/formats.md compares this
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from mxd.layers.gates import Code
 from mxd.layers.losses import normalized_mse
-from mxd.layers.sparsity import JumpReLUConfig
+from mxd.layers.sparsity import BatchTopK, JumpReLUConfig
 from mxd.layers.transcoder import Transcoder
 
 CHUNK_BYTES = 256 * 2**20
@@ -45,6 +47,24 @@ class Loss:
 
 
 @torch.no_grad()
+def same_as_jumprelu(layer: Transcoder) -> Transcoder | None:
+    """Return a BatchTopK transcoder with its one threshold as those of a JumpReLU: the same function. Else ``None``."""
+    if not isinstance(layer.sparsity, BatchTopK):
+        return None
+    return _with_thresholds(layer, layer.sparsity.threshold.float().expand(layer.num_units))
+
+
+def _with_thresholds(layer: Transcoder, thresholds: Float[Tensor, " units"]) -> Transcoder:
+    """Return the same transcoder with a JumpReLU in place of its sparsity."""
+    config = layer.config.model_copy(update={"sparsity": JumpReLUConfig()})
+    converted = config.build().to(thresholds.device).eval().requires_grad_(False)
+    weights = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("sparsity.")}
+    converted.load_state_dict(weights | {"sparsity.threshold": thresholds})
+    assert isinstance(converted, Transcoder)
+    return converted
+
+
+@torch.no_grad()
 def fit_and_measure(
     layer: Transcoder,
     x: Float[Tensor, "tokens d_in"],
@@ -59,11 +79,7 @@ def fit_and_measure(
         held_x: other MLP inputs, to measure on.
         held_y: the MLP's outputs for them.
     """
-    config = layer.config.model_copy(update={"sparsity": JumpReLUConfig()})
-    converted = config.build().to(x.device).eval().requires_grad_(False)
-    weights = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("sparsity.")}
-    converted.load_state_dict(weights | {"sparsity.threshold": fit_thresholds(layer, x)})
-    assert isinstance(converted, Transcoder)
+    converted = _with_thresholds(layer, fit_thresholds(layer, x))
     return converted, measure(layer, converted.encode(held_x), converted(held_x), held_x, held_y)
 
 

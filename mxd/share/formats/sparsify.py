@@ -5,6 +5,8 @@
 <hookpoint>/mxd.json            the layer's provenance, where mxd wrote it
 
     y = TopK(relu(x encoder.weight^T + encoder.bias)) W_dec + b_dec + x W_skip^T
+
+or, with ``activation: groupmax``, the largest of each of k groups of neighbouring units in place of TopK.
 """
 
 import re
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_folder, write_json
-from mxd.layers.sparsity import RandomKConfig, TopKConfig
+from mxd.layers.sparsity import GroupMaxConfig, RandomKConfig, TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.share.formats.base import (
     Format,
@@ -57,7 +59,7 @@ def read(path: Path) -> list[Incoming]:
     """Read one hookpoint's folder, or a folder of them.
 
     Raises:
-        MxdError: no such files, an autoencoder, GroupMax, or a hookpoint that is no block's MLP.
+        MxdError: no such files, an autoencoder, or a hookpoint that is no block's MLP.
     """
     return [_read(folder.resolve()) for folder in config_folders(path, "sparse coder")]
 
@@ -66,17 +68,14 @@ def _read(folder: Path) -> Incoming:
     where, settings = str(folder), read_tool_config(folder / "cfg.json", SparsifyConfig)
     if not settings.transcode:
         raise MxdError(f"{where} is an autoencoder (transcode is false): it explains an MLP and does not replace it.")
-    if settings.activation != "topk":
-        raise MxdError(
-            f"{where}: activation {settings.activation!r} picks one unit of each group; mxd has no such layer."
-        )
     weights = take(read_tensors(folder / "sae.safetensors"), NAMES, where)
     if settings.skip_connection != ("skip" in weights):
         raise MxdError(f"{where}: skip_connection is {settings.skip_connection}, the tensors say otherwise.")
     if "skip" in weights:
         weights["skip"] = weights["skip"].T
+    sparsity = GroupMaxConfig(k=settings.k) if settings.activation == "groupmax" else TopKConfig(k=settings.k)
     stated = {"d_in": (settings.d_in, "encoder", 1), "num_latents": (settings.num_latents or None, "encoder", 0)}
-    config, tensors = as_transcoder(where, weights, TopKConfig(k=settings.k), stated)
+    config, tensors = as_transcoder(where, weights, sparsity, stated)
     match = re.fullmatch(r"(?:.*\.)?(\d+)\.mlp", folder.name)
     if match is None and re.search(r"\.\d+(\.|$)", folder.name):
         raise MxdError(f"{where}: hookpoint {folder.name!r} is no block's MLP, which is all that mxd replaces.")
@@ -103,7 +102,7 @@ def write(layers: Sequence[Outgoing], out: Path, base: FrozenModel) -> list[Path
 def _write(item: Outgoing, folder: Path) -> Path:
     config, weights = item.layer.config, weights_of(item.layer)
     sparsity = config.sparsity
-    assert config.d_in and config.num_units and isinstance(sparsity, TopKConfig | RandomKConfig)
+    assert config.d_in and config.num_units and isinstance(sparsity, TopKConfig | RandomKConfig | GroupMaxConfig)
     if config.d_in != config.d_out:
         raise MxdError(f"sparsify has one width for input and output; this layer's are {config.d_in}, {config.d_out}.")
     if folder.exists():
@@ -113,7 +112,7 @@ def _write(item: Outgoing, folder: Path) -> Path:
     with atomic_folder(folder) as partial:
         save_file({name: weights[ours] for name, ours in NAMES.items() if ours in weights}, partial / "sae.safetensors")
         settings = {
-            "activation": "topk",
+            "activation": "groupmax" if isinstance(sparsity, GroupMaxConfig) else "topk",
             "expansion_factor": max(1, config.num_units // config.d_in),
             "normalize_decoder": False,
             "num_latents": config.num_units,
@@ -134,4 +133,4 @@ def hookpoint(base: FrozenModel, block: int) -> str:
     return next(name for name, module in inner.named_modules() if module is base.mlp(block))
 
 
-FORMAT = Format(read, write, kinds=("topk", "random_k"))
+FORMAT = Format(read, write, kinds=("topk", "random_k", "group_max"))

@@ -42,7 +42,9 @@ def make():
         for parameter in layer.parameters():
             parameter.data.normal_(std=0.3)
         if layer.config.sparsity.kind == "jumprelu":
-            layer.sparsity.threshold.uniform_()
+            layer.sparsity.threshold.data.uniform_()
+        if layer.config.sparsity.kind == "batch_topk":
+            layer.sparsity.threshold.fill_(0.9)
         about = Provenance(
             model=base.source,
             revision=base.revision,

@@ -19,6 +19,7 @@ from mxd.share.formats import FORMATS, export_layers, import_layers
 
 D, N, K = 32, 40, 5
 TOPK, RELU, JUMP = {"kind": "topk", "k": K}, {"kind": "relu_l1", "l1": 0.0}, {"kind": "jumprelu"}
+GROUPS, BATCH = {"kind": "group_max", "k": K}, {"kind": "batch_topk", "k": K}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,17 @@ def test_sparsify_computes_the_same_from_what_is_written(base, make, x, tmp_path
     assert (settings["d_in"], settings["num_latents"], settings["k"], settings["activation"]) == (D, N, K, "topk")
 
 
+def test_sparsify_has_group_max(base, make, x, tmp_path):
+    """The largest of each of k contiguous groups, after ReLU, as its ``fused_encoder`` computes it."""
+    trained = make(base, tmp_path, sparsity=GROUPS)
+    (written,) = export_layers({"a": trained}, base, no_text, tmp_path / "out", "sparsify")
+    settings, t = json.loads((written.path / "cfg.json").read_text()), numbers(written.path / "sae.safetensors")
+    assert (settings["activation"], settings["k"]) == ("groupmax", K)
+    groups = relu(x.double().numpy() @ t["encoder.weight"].T + t["encoder.bias"]).reshape(50, K, N // K)
+    a = np.where(groups == groups.max(-1, keepdims=True), groups, 0).reshape(50, N)
+    close(trained.layer(x), a @ t["W_dec"] + t["b_dec"])
+
+
 @pytest.mark.parametrize("family", ["gpt2", "neox-parallel", "llama"])
 def test_hookpoints_are_paths_under_the_base_model(family, folder_of, make, tmp_path):
     base = load_frozen(folder_of(family), device="cpu")
@@ -102,6 +114,7 @@ def test_hookpoints_are_paths_under_the_base_model(family, folder_of, make, tmp_
     ("tool", "sparsity"),
     [
         ("sparsify", TOPK),
+        ("sparsify", GROUPS),
         ("circuit-tracer", TOPK),
         ("circuit-tracer", RELU),
         ("circuit-tracer", JUMP),
@@ -409,11 +422,29 @@ def test_other_methods_are_refused_with_what_holds_them(base, make, tmp_path, to
     assert not (tmp_path / "out").exists()
 
 
+def test_batch_topk_goes_out_as_one_threshold_and_loses_nothing(base, make, x, tmp_path):
+    trained = make(base, tmp_path, 0, sparsity=BATCH)
+    for tool, formula in {"saelens": saelens_formula, "circuit-tracer": circuit_tracer_formula}.items():
+        (written,) = export_layers({"a": trained}, base, no_text, tmp_path / tool, tool)
+        assert written.loss is None
+        close(trained.layer(x), formula(written.path, x))
+        (back,) = import_layers(tmp_path / tool, tmp_path / f"back-{tool}", tool, device="cpu")
+        layer = load_layer(back.path).layer
+        assert torch.equal(layer.sparsity.threshold, torch.full((N,), 0.9))
+        close(layer(x), trained.layer(x).double().numpy())
+    assert 0 < (trained.layer.encode(x).activations > 0).double().mean() < 1
+
+
 def test_other_sparsities_are_refused_with_what_holds_them(base, make, tmp_path):
-    with pytest.raises(
-        MxdError, match=r"sparsify holds topk, random_k, and this layer is jumprelu.*: saelens, circuit"
-    ):
-        export_layers({"a": make(base, tmp_path, sparsity=JUMP)}, base, no_text, tmp_path / "out", "sparsify")
+    for sparsity in (JUMP, BATCH):
+        message = rf"sparsify holds topk, random_k, group_max, and this layer is {sparsity['kind']}.*: saelens, circuit"
+        with pytest.raises(MxdError, match=message):
+            export_layers({"a": make(base, tmp_path, sparsity=sparsity)}, base, no_text, tmp_path / "out", "sparsify")
+    with pytest.raises(MxdError, match=r"this layer is group_max; only TopK .*: sparsify"):
+        export_layers({"a": make(base, tmp_path, sparsity=GROUPS)}, base, no_text, tmp_path / "out", "saelens")
+    with pytest.raises(MxdError, match=r"this layer is softmax; .*none, but a model that `mxd export-model` writes"):
+        fields = {"kind": "softmax"}
+        export_layers({"a": make(base, tmp_path, sparsity=fields)}, base, no_text, tmp_path / "out", "saelens")
     with pytest.raises(MxdError, match="only TopK can be turned into JumpReLU"):
         export_layers(
             {"a": make(base, tmp_path, sparsity=RELU)}, base, no_text, tmp_path / "o", "saelens", jumprelu=True
@@ -460,7 +491,8 @@ def tensors_with(**changes):
     ("change", "message"),
     [
         (settings_with(transcode=False), "is an autoencoder"),
-        (settings_with(activation="groupmax"), "picks one unit of each group"),
+        (settings_with(activation="groupmax", k=7), "no multiple of it"),
+        (settings_with(activation="relu"), "activation: Input should be 'topk' or 'groupmax'"),
         (settings_with(skip_connection=False), "skip_connection is False"),
         (settings_with(d_in=10**12), rf"d_in = {10**12}, the tensors {D}"),
         (settings_with(num_latents=10**12), "num_latents"),
