@@ -37,6 +37,7 @@ ORDER = [
 
 LAYERS_ORDER = [
     "gates",
+    "product_gate",
     "sparsity.base",
     "KINDS",
     "sparsity",

@@ -11,10 +11,13 @@ from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
+from mxd.layers.monet import MonetConfig
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
+from mxd.layers.peer import PEERConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sizing import size
+from mxd.layers.smoe import SMoEConfig
 from mxd.layers.transcoder import TranscoderConfig
 
 LAYERS: dict[str, type[ReplacementConfig]] = {
@@ -22,9 +25,15 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "transcoder": TranscoderConfig,
     "cp_mumoe": CPMuMoEConfig,
     "topk_sae": TopKSAEConfig,
+    "monet": MonetConfig,
+    "peer": PEERConfig,
+    "smoe": SMoEConfig,
 }
 
-AnyReplacement = Annotated[MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig, Field(discriminator="method")]
+AnyReplacement = Annotated[
+    MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig | MonetConfig | PEERConfig | SMoEConfig,
+    Field(discriminator="method"),
+]
 
 
 def parse_layer(fields: Any) -> ReplacementConfig:

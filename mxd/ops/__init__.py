@@ -8,10 +8,20 @@ from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
     candidate_dtype,
+    gathered_linear,
     metered_as,
     sparse_decode,
     topk_linear,
     use_triton,
 )
 
-__all__ = ["CandidateDtype", "Selection", "candidate_dtype", "metered_as", "sparse_decode", "topk_linear", "use_triton"]
+__all__ = [
+    "CandidateDtype",
+    "Selection",
+    "candidate_dtype",
+    "gathered_linear",
+    "metered_as",
+    "sparse_decode",
+    "topk_linear",
+    "use_triton",
+]

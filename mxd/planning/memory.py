@@ -22,7 +22,6 @@ from mxd.data.tables import DOCUMENTS, find_files
 from mxd.data.text import BUNDLED
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
-from mxd.layers.sparsity import TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import CandidateDtype, candidate_dtype, metered_as
@@ -255,9 +254,7 @@ def _step(
     config: ReplacementConfig, rows: int, accumulation: int, candidates: CandidateDtype, device: torch.device
 ) -> Cost:
     """Return the cost of a step without Adam's, for ``accumulation`` parts of ``rows`` tokens each."""
-    k = config.sparsity.max_k
-    if k is not None:  # random-k at its largest draw
-        config = config.model_copy(update={"sparsity": TopKConfig(k=k)})
+    config = config.model_copy(update={"sparsity": config.sparsity.costliest})
     with torch.device("meta"):
         layer = config.build().train()
     layer.sparsity.candidates = candidates

@@ -88,7 +88,9 @@ def train_step(
     trainee.optimizer.zero_grad(set_to_none=True)
     for x_part, y_part in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
         result = forward_backward(trainee.layer, x_part, y_part, accumulation)
-        trainee.stats.see(y_part, result.error, result.loss, result.code, tokens_seen)
+        with torch.no_grad():
+            measures = trainee.layer.sparsity.measures(result.code)
+        trainee.stats.see(y_part, result.error, result.loss, result.code, tokens_seen, measures)
     if not trainee.sharded:  # where it is, the backward pass averaged
         trainee.processes.average(
             [parameter.grad for parameter in trainee.layer.parameters() if parameter.grad is not None]
@@ -131,7 +133,7 @@ def new_trainee(
     layer = config.build(seed).to(device).train()
     layer.sparsity.candidates = candidate_dtype(device, candidates)
     layer.sparsity.processes = processes
-    stats = Stats(layer.num_units, config.d_out or 0, device)
+    stats = Stats(layer.num_units, config.d_out or 0, device, layer.sparsity.measured)
     return Trainee(name, number, layer, _adam(layer), stats, processes)
 
 

@@ -168,6 +168,8 @@ def test_the_wrong_width_is_refused(layer, x):
 
 def test_the_code_is_the_largest_positive_pre_activations(layer, x):
     """ReLU first, then the K largest of them (all of them, where nothing bounds K)."""
+    if layer.config.sparsity.kind not in ("topk", "random_k", "relu_l1", "jumprelu"):
+        pytest.skip("a softmax, with oracles of its own")
     code, k = layer.encode(x), {"topk": 3, "random_k": 4}.get(layer.config.sparsity.kind, layer.num_units)
     weight, bias = layer.gates.rows(torch.arange(layer.num_units))
     pre = x @ weight.T + bias
@@ -183,9 +185,11 @@ def test_values_are_non_negative_and_few(layer, x):
         assert (code.activations > 0).any()
         most = layer.config.sparsity.max_k or layer.num_units
         assert (code.activations > 0).sum(-1).max() <= most <= layer.num_units
-        assert all(len(set(row)) == len(row) for row in code.indices.flatten(0, -2).tolist())
+        rows = zip(code.indices.flatten(0, -2), code.activations.flatten(0, -2), strict=True)
+        assert all(len(set(active)) == len(active) for active in (units[a > 0].tolist() for units, a in rows))
         in_order = code.indices.flatten(0, -2).tolist() == [list(range(layer.num_units))] * 8
-        assert code.all_units == in_order == (most == layer.num_units)
+        assert code.all_units == in_order
+        assert code.all_units == (most == layer.num_units) or not layer.config.sparsity.general
 
 
 def test_a_code_is_a_set(layer, x):
@@ -377,6 +381,8 @@ def test_a_config_is_frozen(config):
 
 
 def test_more_active_units_than_units_is_an_error(config):
+    if config.kinds:
+        pytest.skip("the number of units is a square")
     fields, k = config.model_dump(), config.sparsity.max_k
     if k is None:
         assert parse_layer(fields | {"num_units": 1}).build().num_units == 1
@@ -399,7 +405,9 @@ def test_inherit_fills_only_what_is_open(config, mlp):
     bare = type(config)().resolve(other)
     assert bare.d_out == 50
     assert bare.d_in == (60 if bare.reads == "mlp_in" else 50)
-    assert [name for name in type(bare).model_fields if getattr(bare, name) is None] == ["num_units"]
+    assert [name for name in type(bare).model_fields if getattr(bare, name) is None] == [
+        *dict.fromkeys(("num_units", bare.solves))
+    ]
 
 
 def test_an_unknown_field_is_an_error(config):

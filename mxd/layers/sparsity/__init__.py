@@ -1,6 +1,7 @@
 """How units are chosen. Each kind is a frozen config and a small module whose state lives in the state dict.
 
-All apply ReLU to the pre-activations first, so activations are non-negative (MxD, section 2.4; Gao et al., TopK).
+Most apply ReLU to the pre-activations first (MxD, section 2.4; Gao et al., TopK), the others a softmax to those kept:
+activations are non-negative.
 """
 
 from typing import Annotated
@@ -10,14 +11,29 @@ from pydantic import Field
 from mxd.layers.sparsity.base import Sparsity, SparsityConfig
 from mxd.layers.sparsity.jumprelu import JumpReLU, JumpReLUConfig
 from mxd.layers.sparsity.l1 import ReLUL1, ReLUL1Config, Weighting
+from mxd.layers.sparsity.product import PairTopKConfig, ProductQuantileConfig, ProductTopKConfig
 from mxd.layers.sparsity.topk import RandomK, RandomKConfig, TopK, TopKConfig
+from mxd.layers.sparsity.topk_softmax import TopKSoftmaxConfig
 
-AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig, Field(discriminator="kind")]
+AnySparsity = Annotated[
+    TopKConfig
+    | RandomKConfig
+    | ReLUL1Config
+    | JumpReLUConfig
+    | TopKSoftmaxConfig
+    | ProductTopKConfig
+    | ProductQuantileConfig
+    | PairTopKConfig,
+    Field(discriminator="kind"),
+]
 
 __all__ = [
     "AnySparsity",
     "JumpReLU",
     "JumpReLUConfig",
+    "PairTopKConfig",
+    "ProductQuantileConfig",
+    "ProductTopKConfig",
     "RandomK",
     "RandomKConfig",
     "ReLUL1",
@@ -26,5 +42,6 @@ __all__ = [
     "SparsityConfig",
     "TopK",
     "TopKConfig",
+    "TopKSoftmaxConfig",
     "Weighting",
 ]
