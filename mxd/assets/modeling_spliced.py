@@ -4,7 +4,6 @@ Plain PyTorch on top of the base model's own class, for inference; it needs only
 "mxd" in config.json says in which blocks MLPs are replaced, by what, how that was trained, and for which base model.
 """
 
-from statistics import NormalDist
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +106,7 @@ class SparseLayer(nn.Module):
         experts = len(self.gate)
         strength = self.active(rows, self.gate, self.gate_bias, torch.eye(experts, dtype=rows.dtype).to(rows.device))
         out = self.bias.expand(len(rows), -1).clone()
-        for n, (u, v) in enumerate(zip(self.encoder.chunk(experts), self.decoder.chunk(experts))):
+        for n, (u, v) in enumerate(zip(self.encoder.chunk(experts), self.decoder.chunk(experts), strict=True)):
             chosen = strength[:, n].nonzero().squeeze(1)
             hidden = ACTIVATIONS[self.spec["activation"]](rows[chosen] @ u.T)
             out.index_add_(0, chosen, (hidden @ v) * strength[chosen, n : n + 1])
@@ -121,7 +120,7 @@ class SparseLayer(nn.Module):
             read = F.linear(x, self.query).unflatten(1, (heads, -1))
         parts = (read, read) if self.spec.get("key_input") == "whole" else (read[..., :width], read[..., width:])
         keys = (self.first_keys.unflatten(0, (heads, -1)), self.second_keys.unflatten(0, (heads, -1)))
-        one, other = (torch.einsum("thd,hnd->thn", part, key) for part, key in zip(parts, keys))
+        one, other = (torch.einsum("thd,hnd->thn", part, key) for part, key in zip(parts, keys, strict=True))
         return one, other
 
     def kept(self, scores: Tensor, side: int) -> Tensor:
@@ -132,7 +131,7 @@ class SparseLayer(nn.Module):
             return torch.zeros_like(scores).scatter(-1, chosen, values.softmax(-1))
         mean, variance = self.sparsity_mean[side].unsqueeze(-1), self.sparsity_variance[side].unsqueeze(-1)
         deviations = (scores - mean) * (variance + 1e-5).rsqrt()
-        threshold = NormalDist().inv_cdf(1 - k / n) if k < n else -torch.inf
+        threshold = float(torch.special.ndtri(torch.tensor(1 - k / n, dtype=torch.float64)))  # normal quantile
         kept = deviations >= deviations.amax(-1, keepdim=True).clamp_max(threshold)
         return scores.masked_fill(~kept, -torch.inf).softmax(-1)
 

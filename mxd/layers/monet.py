@@ -89,13 +89,14 @@ class MonetConfig(ReplacementConfig):
     @property
     def unfactorised_params(self) -> int:
         """As many experts with two layers of their own, that share the router."""
-        return self.num_params + (self.keys**2 - self.keys) * (self.layer_params - self.router_params) // self.keys
+        of_all = self.layer_params - self.router_params - (self.d_out or 0)
+        return self.num_params + (self.keys - 1) * of_all
 
     @model_validator(mode="after")
     def _check_halves(self) -> "MonetConfig":
         k = cast(HalvesConfig, self.sparsity).k
-        if self.num_units is not None and k is not None and k > self.keys:
-            raise ValueError(f"k = {k} is more than the {self.keys} halves of each side; lower k or raise num_units")
+        if self.num_units is not None and (k or 0) > (keys := keys_of(self.num_units)):
+            raise ValueError(f"k = {k} is more than the {keys} halves of each side; lower k or raise num_units")
         if self.decompose == "vertical" and (self.expert_width or 0) % 2:
             raise ValueError(f"expert_width = {self.expert_width} is odd; a vertical Monet divides it by two")
         return self

@@ -16,6 +16,10 @@ STYLES = {
     "STC": ("#00798c", "^"),
     "CP-muMoE": ("#edae49", "D"),
     "SAE": ("#7a7a7a", "v"),
+    "Monet-HD": ("#6a4c93", "p"),
+    "Monet-VD": ("#b07cc6", "h"),
+    "PEER": ("#386641", "X"),
+    "SMoE": ("#bc6c25", "<"),
 }
 
 
