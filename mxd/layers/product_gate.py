@@ -74,7 +74,17 @@ class ProductGate(Gate):
     def top(
         self, x: Float[Tensor, "tokens d_in"], k: int, candidates: CandidateDtype, selection: Selection
     ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-        """Not used: the kinds of sparsity that work with product keys choose by head (``best_pairs``), or halves."""
+        """As ``Gate.top``, which product keys do not offer: they are chosen by head (``best_pairs``), or by halves.
+
+        Args:
+            x: what the layer reads.
+            k: how many.
+            candidates: as ``Gate.top``.
+            selection: as ``Gate.top``.
+
+        Raises:
+            NotImplementedError: always; configs refuse the kinds of sparsity that would ask.
+        """
         raise NotImplementedError("product keys are chosen by head or by halves, not by ReLU and top-k")
 
     def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
