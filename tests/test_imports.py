@@ -38,6 +38,7 @@ ORDER = [
 LAYERS_ORDER = [
     "gates",
     "hierarchy",
+    "product_gate",
     "sparsity.base",
     "KINDS",
     "sparsity.levels",

@@ -17,6 +17,10 @@ SPARSITIES = {
     "softmax": {"kind": "softmax", "norm": "batch"},
     "entmax": {"kind": "entmax"},
     "levels": {"kind": "levels", "levels": [3, 2]},
+    "topk_softmax": {"kind": "topk_softmax", "k": 3},
+    "product_topk": {"kind": "product_topk", "heads": 2, "k": 2, "balance": 0},
+    "product_quantile": {"kind": "product_quantile", "heads": 2, "k": 2, "balance": 0},
+    "pair_topk": {"kind": "pair_topk", "heads": 2, "k": 3},
 }
 """One of each kind, by name."""
 
@@ -44,17 +48,25 @@ VARIANTS = {
     "topk_sae": {"method": "topk_sae"},
     "mumoe_block": {"method": "mumoe_block"},
     "mumoe_block-ln": {"method": "mumoe_block", "layer_norm": True, "start": "replicate", "rank": 4},
+    "monet": {"method": "monet", "num_units": 25, "expert_width": 4, "activation": "relu2"},
+    "monet-vd": {"method": "monet", "num_units": 25, "expert_width": 4, "decompose": "vertical", "key_input": "halves"},
+    "peer": {"method": "peer", "num_units": 25},
+    "peer-query": {"method": "peer", "num_units": 25, "query": "linear"},
+    "smoe": {"method": "smoe", "expert_width": 3},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
-ALL_KINDS = ("mxd", "transcoder", "moe")
+ALL_KINDS = ("mxd", "transcoder")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
+
+
+parse_sparsity = TypeAdapter(AnySparsity).validate_python
 
 
 def kinds(variant):
     """The kinds of sparsity that a form is tested with."""
     own = ("levels",) if "levels" in VARIANTS[variant] else LAYERS[VARIANTS[variant]["method"]].kinds
-    general = [name for name, fields in SPARSITIES.items() if TypeAdapter(AnySparsity).validate_python(fields).general]
+    general = [name for name, fields in SPARSITIES.items() if parse_sparsity(fields).general]
     return own or (general if variant in ALL_KINDS else ("topk",))
 
 

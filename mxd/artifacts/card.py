@@ -29,6 +29,10 @@ TAGS = {
     "TC": ("transcoder",),
     "STC": ("transcoder", "skip-transcoder"),
     "SAE": ("sparse-autoencoder",),
+    "Monet-HD": ("monet", "mixture-of-experts", "product-keys"),
+    "Monet-VD": ("monet", "mixture-of-experts", "product-keys"),
+    "PEER": ("peer", "mixture-of-experts", "product-keys"),
+    "SMoE": ("mixture-of-experts",),
 }
 """Tags that people search for; other methods are tagged with their label."""
 

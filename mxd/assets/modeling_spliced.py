@@ -15,6 +15,7 @@ from transformers import __version__
 
 ACTIVATIONS = {
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
@@ -38,6 +39,9 @@ class SparseLayer(nn.Module):
     mumoe_block y = ((a C2) * ([h, 1] A2)) W2 + b,   h = phi(((a C1) * ([x, 1] A1)) W1)
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
+    monet       y = sum_ij a_ij E_ij(x) + b, E_ij of halves i and j: V_j u_i + c_j, or one half of its units from each
+    peer        y = sum_n a_n phi(u_n . x) v_n + b, n pairs of keys
+    smoe        y = sum_n a_n V_n phi(U_n x) + b
 
     With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
     distance, relative to its norm.
@@ -127,12 +131,76 @@ class SparseLayer(nn.Module):
                 product = product * level
         return product
 
+    def monet(self, rows: Tensor) -> Tensor:
+        """Return the output of a Monet: pairs of the halves that each head keeps, through ``[tokens, heads, m]``."""
+        one, other = (self.kept(scores, side) for side, scores in enumerate(self.key_scores(rows)))
+        hidden = ACTIVATIONS[self.spec["activation"]](F.linear(rows, self.encoder, self.encoder_bias))
+        first, second = (one * other.sum(-1, True)).sum(1), (other * one.sum(-1, True)).sum(1)
+        n = one.shape[-1]
+        if self.spec["decompose"] == "horizontal":
+            sent = other.mT @ (one @ hidden.unflatten(1, (n, -1)))
+            return sent.flatten(1) @ self.decoder + second @ self.decoder_bias + self.bias
+        u1, u2 = (half.unflatten(1, (n, -1)) for half in hidden.chunk(2, dim=1))
+        top = torch.cat([first.unsqueeze(-1) * u1, one.mT @ (other @ u2)], 1).flatten(1) @ self.top
+        bottom = torch.cat([other.mT @ (one @ u1), second.unsqueeze(-1) * u2], 1).flatten(1) @ self.bottom
+        biases = torch.cat([first @ self.top_bias, second @ self.bottom_bias], 1)
+        return torch.cat([top, bottom], 1) + biases + self.bias
+
+    def peer(self, rows: Tensor) -> Tensor:
+        """Return the output of single-neuron experts: each head's k best pairs of keys, which are among the k best."""
+        k = self.spec["sparsity"]["k"]
+        (first, one), (second, other) = (s.topk(min(k, s.shape[-1])) for s in self.key_scores(rows))
+        scores, pairs = (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(-2).topk(k)
+        width = other.shape[-1]
+        keys = self.first_keys.shape[0] // self.spec["sparsity"]["heads"]
+        units = (one.gather(-1, pairs // width) * keys + other.gather(-1, pairs % width)).flatten(1)
+        hidden = ACTIVATIONS[self.spec["activation"]](torch.einsum("td,tkd->tk", rows, self.encoder[units]))
+        strength = scores.softmax(-1).flatten(1) * hidden
+        return F.embedding_bag(units, self.decoder, per_sample_weights=strength, mode="sum") + self.bias
+
+    def smoe(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of small MLPs, expert by expert."""
+        experts = len(self.gate)
+        strength = self.active(rows, self.gate, self.gate_bias, torch.eye(experts, dtype=rows.dtype).to(rows.device))
+        out = self.bias.expand(len(rows), -1).clone()
+        for n, (u, v) in enumerate(zip(self.encoder.chunk(experts), self.decoder.chunk(experts), strict=True)):
+            chosen = strength[:, n].nonzero().squeeze(1)
+            hidden = ACTIVATIONS[self.spec["activation"]](rows[chosen] @ u.T)
+            out.index_add_(0, chosen, (hidden @ v) * strength[chosen, n : n + 1])
+        return out
+
+    def key_scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores ``[tokens, heads, n]`` of the keys of both sides."""
+        heads, width = self.spec["sparsity"]["heads"], self.first_keys.shape[1]
+        read = x.unsqueeze(1).expand(-1, heads, -1)
+        if "query" in self.spec["shapes"]:
+            read = F.linear(x, self.query).unflatten(1, (heads, -1))
+        parts = (read, read) if self.spec.get("key_input") == "whole" else (read[..., :width], read[..., width:])
+        keys = (self.first_keys.unflatten(0, (heads, -1)), self.second_keys.unflatten(0, (heads, -1)))
+        one, other = (torch.einsum("thd,hnd->thn", part, key) for part, key in zip(parts, keys, strict=True))
+        return one, other
+
+    def kept(self, scores: Tensor, side: int) -> Tensor:
+        """Return the softmax over the halves that are kept: the k largest, or those above a quantile."""
+        k, n = self.spec["sparsity"]["k"], scores.shape[-1]
+        if self.spec["sparsity"]["kind"] == "product_topk":
+            values, chosen = scores.topk(k)
+            return torch.zeros_like(scores).scatter(-1, chosen, values.softmax(-1))
+        mean, variance = self.sparsity_mean[side].unsqueeze(-1), self.sparsity_variance[side].unsqueeze(-1)
+        deviations = (scores - mean) * (variance + 1e-5).rsqrt()
+        threshold = float(torch.special.ndtri(torch.tensor(1 - k / n, dtype=torch.float64)))  # normal quantile
+        kept = deviations >= deviations.amax(-1, keepdim=True).clamp_max(threshold)
+        return scores.masked_fill(~kept, -torch.inf).softmax(-1)
+
     def active(
         self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, sparsity: dict[str, Any] | None = None
     ) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
         sparsity, scores = sparsity or self.spec["sparsity"], F.linear(x, weight, bias)
         kind, activation = sparsity["kind"], scores.relu()
+        if kind == "topk_softmax":
+            values, units = scores.topk(sparsity["k"])
+            return F.embedding_bag(units, table, per_sample_weights=values.softmax(-1), mode="sum")
         if kind in ("topk", "random_k"):
             values, units = activation.topk(sparsity["k"])
             return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
@@ -187,6 +255,9 @@ FORWARDS = {
     "mumoe_block": SparseLayer.mumoe_block,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
+    "monet": SparseLayer.monet,
+    "peer": SparseLayer.peer,
+    "smoe": SparseLayer.smoe,
 }
 """Method -> the function that computes its output."""
 

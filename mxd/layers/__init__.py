@@ -12,11 +12,14 @@ from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.moe import MoEConfig
+from mxd.layers.monet import MonetConfig
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mumoe_block import MuMoEBlockConfig
 from mxd.layers.mxd import MxDConfig
+from mxd.layers.peer import PEERConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sizing import size
+from mxd.layers.smoe import SMoEConfig
 from mxd.layers.tensor_ring import TRMuMoEConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.layers.tucker import TuckerMuMoEConfig
@@ -30,6 +33,9 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "moe": MoEConfig,
     "topk_sae": TopKSAEConfig,
     "mumoe_block": MuMoEBlockConfig,
+    "monet": MonetConfig,
+    "peer": PEERConfig,
+    "smoe": SMoEConfig,
 }
 
 AnyReplacement = Annotated[
@@ -40,7 +46,10 @@ AnyReplacement = Annotated[
     | TuckerMuMoEConfig
     | MoEConfig
     | TopKSAEConfig
-    | MuMoEBlockConfig,
+    | MuMoEBlockConfig
+    | MonetConfig
+    | PEERConfig
+    | SMoEConfig,
     Field(discriminator="method"),
 ]
 

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="ReplacementConfig")
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu"]
 Initialisation = Literal["paper", "centred"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
@@ -73,6 +74,8 @@ class ReplacementConfig(BaseModel, ABC):
     """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""
     kinds: ClassVar[tuple[str, ...]] = ()
     """The kinds of sparsity the method works with; empty: all that are ``general``."""
+    solves: ClassVar[str] = "num_units"
+    """The field that ``sized`` solves for; it is open until then."""
 
     d_in: PositiveInt | None = None
     """Width of the layer's input; taken from the base model."""
@@ -181,6 +184,10 @@ class ReplacementConfig(BaseModel, ABC):
     def grown(self: C, units: int) -> C:
         """Return a copy with ``units`` of what ``sized`` solves for: units, or experts of the first level."""
         return self.model_copy(update={"num_units": units})
+
+    def paper_sized(self: C, width: int) -> C:
+        """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features."""
+        return self.model_copy(update={"num_units": self.paper_units(width)})
 
     @property
     def slug(self) -> str:

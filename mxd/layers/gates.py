@@ -8,7 +8,7 @@ with more active pairs than one would list: it answers the same questions from t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,14 +21,16 @@ from mxd.common.errors import MxdError
 from mxd.ops import CandidateDtype, Selection, linear_at, topk_linear
 
 LISTED = 2**26
-"""Elements of a dense code that are formed at a time to list the active pairs."""
+"""Elements of a dense code of pairs that are formed at a time."""
+COUNTED_HEADS = 8
+"""The most heads whose pairs are counted by sets of heads, of which there are 2^heads; with more, pairs are listed."""
 
 
 @dataclass
 class Code:
     """A sparse code: unit ``indices[..., k]`` is active with ``activations[..., k]``; zero means not active.
 
-    A code is a set: the order of its entries does not matter, and no unit is listed twice for a token.
+    A code is a set: the order of its entries does not matter, and no unit is active twice for a token.
     """
 
     activations: Float[Tensor, "*batch k"]
@@ -105,8 +107,14 @@ class PairCode(Code):
         return PairCode(self.first[tokens], self.second[tokens])
 
     def active_count(self) -> Int[Tensor, ""]:
-        """Return the number of active pairs, summed over tokens."""
-        return torch.stack([(dense > 0).sum() for dense in self._dense()]).sum()
+        """Return the number of active pairs, summed over tokens: of halves that share a head which chose both."""
+        heads = self.first.shape[-2]
+        if heads > COUNTED_HEADS:
+            return super().active_count()
+        sets = torch.arange(2**heads, device=self.first.device)
+        share = (sets.unsqueeze(1) & sets != 0).float()
+        first, second = (_head_sets(half.flatten(0, -3)) for half in (self.first, self.second))
+        return ((first @ share) * second).long().sum()
 
     def active_units(self, units: int) -> Bool[Tensor, " units"]:
         """Return which pairs are active at any token: both halves must be, in the same head."""
@@ -116,17 +124,42 @@ class PairCode(Code):
     @cached_property
     def _listed(self) -> Code:
         """The active pairs as a list: every token has as many entries as the one with most, padded with zeros."""
-        longest = max((int((dense > 0).sum(-1).amax()) for dense in self._dense() if len(dense)), default=1)
-        lists = [dense.topk(max(longest, 1)) for dense in self._dense()]  # formed a second time rather than kept
-        listed = Code(torch.cat([part.values for part in lists]), torch.cat([part.indices for part in lists]))
-        return listed.reshape(self.first.shape[:-2])
+        first, one = _chosen(self.first)
+        second, other = _chosen(self.second)
+        activations = torch.einsum("...hi,...hj->...hij", first, second)
+        units = (one * self.second.shape[-1]).unsqueeze(-1) + other.unsqueeze(-2)
+        return merged(activations.flatten(-3), units.flatten(-3))
 
-    def _dense(self) -> Iterator[Float[Tensor, "_ units"]]:
-        """Yield the activations of all pairs, some tokens at a time: at most ``LISTED`` elements exist at once."""
-        first, second = (half.reshape(-1, *half.shape[-2:]) for half in (self.first, self.second))
-        step = max(1, LISTED // (first.shape[-1] * second.shape[-1]))
-        for a, b in zip(first.split(step), second.split(step), strict=True):
-            yield torch.einsum("thi,thj->tij", a, b).flatten(1)
+
+def merged(activations: Float[Tensor, "*batch k"], units: Int[Tensor, "*batch k"]) -> Code:
+    """Return the code in which each unit is active once: activations of the same unit are added up.
+
+    The list stays as long as it was: where a unit is listed again, its activation there is zero.
+    """
+    units, order = units.sort(dim=-1, stable=True)
+    again = torch.zeros_like(units, dtype=torch.bool)
+    again[..., 1:] = units[..., 1:] == units[..., :-1]
+    place = torch.arange(units.shape[-1], device=units.device).expand_as(units)
+    place = place.masked_fill(again, 0).cummax(-1).values  # where its unit is listed first
+    activations = activations.gather(-1, order)
+    return Code(torch.zeros_like(activations).scatter_add(-1, place, activations), units, selection=Selection())
+
+
+def _head_sets(half: Float[Tensor, "tokens heads n"]) -> Float[Tensor, "tokens sets"]:
+    """Return how many halves are chosen by each set of heads; set s has head h where bit h of s is 1."""
+    bits = 2 ** torch.arange(half.shape[1], device=half.device)
+    members = ((half > 0) * bits.unsqueeze(-1)).sum(1)
+    ones = torch.ones(members.shape, device=half.device)
+    return torch.zeros(len(half), 2 ** half.shape[1], device=half.device).scatter_add(1, members, ones)
+
+
+def _chosen(
+    half: Float[Tensor, "*batch heads n"],
+) -> tuple[Float[Tensor, "*batch heads k"], Int[Tensor, "*batch heads k"]]:
+    """Return the activations and numbers of the halves that are chosen, padded with others, which are zero."""
+    most = int((half > 0).sum(-1).amax()) if half.numel() else 0
+    values, numbers = half.topk(max(most, 1))
+    return values, numbers
 
 
 MOST_SCORES = 2**30

@@ -33,11 +33,12 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     Raises:
         MxdError: the budget is too small, or K is larger than the number of units found.
     """
-    if config.num_units is not None:
+    if config.num_units is not None and getattr(config, config.solves) is not None:
         return config
     width = expansion * (config.d_in or 0)
     if match == "paper":
-        units = config.sparsity.nearest_units(config.paper_units(width))
+        config = config.paper_sized(width)
+        units = config.num_units or 0
         if units < 1:
             raise MxdError(
                 f"{config.label}: by the paper's convention an expansion of {expansion} leaves no units "

@@ -24,6 +24,19 @@ def topk_linear(
     return values, indices
 
 
+def gathered_linear(
+    x: Float[Tensor, "tokens d_in"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_in"]
+) -> Float[Tensor, "tokens k"]:
+    """Return the entries of ``x weight^T`` at ``indices``.
+
+    Args:
+        x: inputs.
+        indices: the numbers of the units of each token.
+        weight: one row per unit.
+    """
+    return (x @ weight.T).gather(1, indices)
+
+
 def sparse_decode(
     values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_out"]
 ) -> Float[Tensor, "tokens d_out"]:

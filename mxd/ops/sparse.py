@@ -107,6 +107,13 @@ class _ByUnit:
     tokens: Int[Tensor, " chosen"]
     """The token of each position in ``order``."""
 
+    def sizes(self) -> list[int]:
+        """Return how many entries each unit has; as many for each as on average where numbers are not known (meta)."""
+        if self.starts.is_meta:
+            total, units = len(self.order), len(self.starts) - 1
+            return [total * (n + 1) // units - total * n // units for n in range(units)]
+        return self.starts.diff().tolist()
+
 
 class Selection:
     """The units that one call of ``topk_linear`` chose, which the backward passes need sorted by unit.
@@ -180,6 +187,25 @@ def linear_at(
     if x.device.type not in DEVICES:
         return reference.linear_at(x, weight, bias, indices)
     return _LinearAt.apply(x, weight, bias, indices, selection or Selection())
+
+
+def gathered_linear(
+    x: Float[Tensor, "tokens d_in"],
+    indices: Int[Tensor, "tokens k"],
+    weight: Float[Tensor, "units d_in"],
+    selection: Selection | None = None,
+) -> Float[Tensor, "tokens k"]:
+    """Return ``x[t] . weight[indices[t, k]]``: entries of ``x weight^T`` that were chosen before.
+
+    Args:
+        x: inputs.
+        indices: the numbers of the units of each token.
+        weight: one row per unit.
+        selection: one shared with the ``sparse_decode`` of the same indices; by default they are sorted again.
+    """
+    if x.device.type not in DEVICES:
+        return reference.gathered_linear(x, indices, weight)
+    return _GatheredLinear.apply(x, indices, weight, selection or Selection())
 
 
 def sparse_decode(
@@ -438,6 +464,24 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
     if ctx.needs_input_grad[2]:
         grad_bias = weight.new_zeros(len(weight)).index_add_(0, indices.reshape(-1), grad.reshape(-1))
     return grad_x, grad_weight, grad_bias
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor, weight: Tensor, selection: Selection) -> Tensor:
+        indices = indices.contiguous()
+        ctx.save_for_backward(x, indices, weight)
+        ctx.selection = selection
+        return _gather_dot(x, indices, weight, selection)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, indices, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = _scatter_rows(grad, indices, x, len(weight), ctx.selection) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_weight, None
 
 
 class _SparseDecode(torch.autograd.Function):

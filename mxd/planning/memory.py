@@ -22,7 +22,6 @@ from mxd.data.tables import DOCUMENTS, find_files
 from mxd.data.text import BUNDLED
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
-from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import CandidateDtype, candidate_dtype, metered_as
@@ -263,8 +262,7 @@ def _step(
     widening: float,
 ) -> Cost:
     """Return the cost of a step without Adam's, for ``accumulation`` parts of ``rows`` tokens each."""
-    if isinstance(config.sparsity, RandomKConfig):  # at its largest draw
-        config = config.model_copy(update={"sparsity": TopKConfig(k=config.sparsity.max_k)})
+    config = config.model_copy(update={"sparsity": config.sparsity.costliest})
     with torch.device("meta"):
         layer = config.build().train()
     layer.sparsity.candidates, layer.sparsity.widening = candidates, widening

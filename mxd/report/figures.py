@@ -20,6 +20,10 @@ STYLES = {
     "MoE": ("#6a4c93", "h"),
     "SAE": ("#7a7a7a", "v"),
     "muMoE-block": ("#8f5d2c", "P"),
+    "Monet-HD": ("#6a4c93", "p"),
+    "Monet-VD": ("#b07cc6", "h"),
+    "PEER": ("#386641", "X"),
+    "SMoE": ("#bc6c25", "<"),
 }
 
 

@@ -22,11 +22,20 @@ T = TypeVar("T")
 class Stats:
     """Sums between two lines of metrics, and when each unit was last active; all but the time is part of the state."""
 
-    def __init__(self, units: int, width: int, device: torch.device) -> None:
+    def __init__(self, units: int, width: int, device: torch.device, measured: Sequence[str] = ()) -> None:
+        """Begin with nothing counted.
+
+        Args:
+            units: of the layer.
+            width: of its output.
+            device: where it is trained.
+            measured: what the layer's sparsity measures of a code (``Sparsity.measured``).
+        """
+        self.measured = tuple(measured)
         self.sums = {
             name: torch.zeros(shape, device=device)
             for name, shape in {"loss": (), "error": (), "y": (width,), "y_squared": (), "active": ()}.items()
-        }
+        } | {name: torch.zeros((), device=device) for name in self.measured}
         self.tokens, self.seconds = 0, 0.0
         self.last_active = torch.zeros(units, dtype=torch.int64, device=device)
 
@@ -38,6 +47,7 @@ class Stats:
         loss: Float[Tensor, ""],
         code: Code,
         tokens_seen: int,
+        measures: Mapping[str, Float[Tensor, ""]] | None = None,
     ) -> None:
         """Count one part of a batch.
 
@@ -47,6 +57,7 @@ class Stats:
             loss: normalized MSE of the part.
             code: the units active on it.
             tokens_seen: tokens trained on so far, the whole batch included.
+            measures: the numbers of ``measured``, for this part.
         """
         self.tokens += len(y)
         self.sums["loss"] += loss.detach() * len(y)
@@ -54,6 +65,8 @@ class Stats:
         self.sums["y"] += y.sum(0)
         self.sums["y_squared"] += torch.linalg.vector_norm(y).square()
         self.sums["active"] += code.active_count()
+        for name, value in (measures or {}).items():
+            self.sums[name] += value * len(y)
         self.last_active[code.active_units(len(self.last_active))] = tokens_seen
 
     def merge(self, processes: Processes) -> None:
@@ -82,6 +95,7 @@ class Stats:
             "fvu": float(self.sums["error"] / variance),
             "l0": float(self.sums["active"] / n),
             "dead_share": float((tokens_seen - self.last_active >= dead_after).float().mean()),
+            **{name: float(self.sums[name] / n) for name in self.measured},
         }
         self.clear()
         return values

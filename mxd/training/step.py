@@ -123,9 +123,12 @@ def train_step(
     layer.sparsity.widening = widening(step, training)
     layer.begin_step(layer.read(x, y).chunk(training.parts))
     dead, weight = trainee.dead(step * training.batch_tokens, training), training.settings.auxk
+    seen = (step + 1) * training.batch_tokens
     for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
         result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
-        trainee.stats.see(y_part, result.error, result.loss, result.code, (step + 1) * training.batch_tokens)
+        with torch.no_grad():
+            measures = layer.sparsity.measures(result.code)
+        trainee.stats.see(y_part, result.error, result.loss, result.code, seen, measures)
     if not trainee.sharded:  # where it is, the backward pass averaged
         trainee.processes.average([parameter.grad for parameter in layer.parameters() if parameter.grad is not None])
     if training.clip_norm is not None:
@@ -183,7 +186,7 @@ def new_trainee(
     layer = config.build(seed).to(device).train()
     layer.sparsity.candidates = candidate_dtype(device, training.candidates)
     layer.sparsity.processes = processes
-    stats = Stats(layer.num_units, config.d_out or 0, device)
+    stats = Stats(layer.num_units, config.d_out or 0, device, layer.sparsity.measured)
     kind = training.settings.optimizer
     return Trainee(name, number, layer, Optimizer(learned(layer), kind, {}, 1.0), stats, kind, processes)
 

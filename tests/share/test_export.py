@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import quantization_config
 from variants import GENERAL
+from variants import VARIANTS as ALL_VARIANTS
 
 import mxd.share.export
 from mxd.artifacts.checkpoint import Trained, save_layer
@@ -34,6 +35,13 @@ from mxd.splice import splice, spliced
 
 KINDS = [kind for kind in get_args(get_args(AnySparsity)[0]) if kind.general]
 VARIANTS = {name: {"method": name} for name in GENERAL} | {"transcoder-skip": {"method": "transcoder", "skip": True}}
+OWN = {
+    "monet": {"kind": "product_topk", "heads": 2, "k": 3},
+    "monet-vd": {"kind": "product_quantile", "heads": 2, "k": 3},
+    "peer": {"kind": "pair_topk", "heads": 2, "k": 3},
+    "peer-query": {"kind": "pair_topk", "heads": 2, "k": 3},
+}
+"""Forms of methods with kinds of sparsity of their own -> one of them."""
 GREEDY = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
 
@@ -49,7 +57,11 @@ def replacement(model, number, variant="transcoder", kind=TopKConfig, seed=0, **
     """A layer with random weights that fits a block; as first built, decoders are zero."""
     sparsity = kind(k=6) if "k" in kind.model_fields else kind()
     fields = VARIANTS[variant] | {"num_units": 48, "sparsity": sparsity.model_dump()} | options
-    layer = parse_layer(fields).resolve(model.mlp_shape(number)).build()
+    return random_weights(parse_layer(fields).resolve(model.mlp_shape(number)).build(), seed)
+
+
+def random_weights(layer, seed=0):
+    """The layer with weights and buffers drawn anew, in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
@@ -116,6 +128,18 @@ def test_hierarchies(gpt2, ids, tmp_path, method):
     module = load(export_model(gpt2, {1: layer}, tmp_path / "out"))
     with spliced(gpt2, {1: layer}):
         torch.testing.assert_close(logits_of(module, ids), gpt2.logits(ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", OWN)
+def test_layers_with_kinds_of_sparsity_of_their_own_too(gpt2, form, ids, tmp_path):
+    fields = ALL_VARIANTS[form] | {"num_units": 49, "sparsity": OWN[form]}
+    layer = random_weights(parse_layer(fields).resolve(gpt2.mlp_shape(1)).build())
+    base = gpt2.logits(ids)
+    module = load(export_model(gpt2, {1: layer}, tmp_path / "out"))
+    with spliced(gpt2, {1: layer}):
+        expected = gpt2.logits(ids)
+    torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - base).abs().max() > 0.1
 
 
 def test_every_kind_of_sparsity_is_among_them():

@@ -14,8 +14,10 @@ from mxd.layers.sparsity.group_max import GroupMax, GroupMaxConfig
 from mxd.layers.sparsity.jumprelu import JumpReLU, JumpReLUConfig
 from mxd.layers.sparsity.l1 import ReLUL1, ReLUL1Config, Weighting
 from mxd.layers.sparsity.levels import Levels, LevelsConfig
+from mxd.layers.sparsity.product import PairTopKConfig, ProductQuantileConfig, ProductTopKConfig
 from mxd.layers.sparsity.simplex import Entmax, EntmaxConfig, Softmax, SoftmaxConfig
 from mxd.layers.sparsity.topk import RandomK, RandomKConfig, TopK, TopKConfig
+from mxd.layers.sparsity.topk_softmax import TopKSoftmaxConfig
 
 AnySparsity = Annotated[
     TopKConfig
@@ -26,7 +28,11 @@ AnySparsity = Annotated[
     | JumpReLUConfig
     | SoftmaxConfig
     | EntmaxConfig
-    | LevelsConfig,
+    | LevelsConfig
+    | TopKSoftmaxConfig
+    | ProductTopKConfig
+    | ProductQuantileConfig
+    | PairTopKConfig,
     Field(discriminator="kind"),
 ]
 
@@ -48,6 +54,9 @@ __all__ = [
     "JumpReLUConfig",
     "Levels",
     "LevelsConfig",
+    "PairTopKConfig",
+    "ProductQuantileConfig",
+    "ProductTopKConfig",
     "RandomK",
     "RandomKConfig",
     "ReLUL1",
@@ -58,5 +67,6 @@ __all__ = [
     "SparsityConfig",
     "TopK",
     "TopKConfig",
+    "TopKSoftmaxConfig",
     "Weighting",
 ]

@@ -25,6 +25,8 @@ class Sparsity(nn.Module, ABC):
 
     candidates: CandidateDtype = "float32"
     """Set to ``bfloat16`` in training, where that is faster: see ``topk_linear``. Not used in evaluation mode."""
+    measured: ClassVar[tuple[str, ...]] = ()
+    """What ``measures`` says of a code, averaged over batches into metrics.jsonl."""
     processes: Processes = ALONE
     """Those that take each training step together: statistics of a batch are taken over all of them."""
     widening: float = 1.0
@@ -69,9 +71,13 @@ class Sparsity(nn.Module, ABC):
         """
         return code.zero()
 
-    def widened(self, k: int, units: int) -> int:
-        """Return the K of now: ``k``, times ``widening`` in training, and at most the number of units."""
-        return min(round(k * self.widening), units) if self.training else k
+    def widened(self, k: int, most: int) -> int:
+        """Return ``k`` multiplied by ``widening`` in training, but no more than ``most``."""
+        return min(round(k * self.widening), most) if self.training else k
+
+    def measures(self, code: Code) -> dict[str, Float[Tensor, ""]]:
+        """Return the numbers named in ``measured``, for the code of some tokens."""
+        return {}
 
     def top(self, x: Float[Tensor, "tokens d_in"], gate: Gate, k: int) -> Code:
         """Return the code of the ``k`` largest positive pre-activations of each token.
@@ -131,6 +137,11 @@ class SparsityConfig(BaseModel, ABC):
         Raises:
             ValueError: it is for imported layers only.
         """
+
+    @property
+    def costliest(self) -> "SparsityConfig":
+        """The kind that does what this one does in its costliest step, at every step; for plans."""
+        return self
 
     def num_params(self, units: int) -> int:
         """Return the number of parameters that the kind learns for a layer of ``units`` units."""

@@ -53,6 +53,11 @@ class RandomKConfig(SparsityConfig):
         return self.k + self.k // self.spread
 
     @property
+    def costliest(self) -> TopKConfig:
+        """The largest K at every step."""
+        return TopKConfig(k=self.max_k)
+
+    @property
     def slug(self) -> str:
         """For example ``randomk32``."""
         return f"randomk{self.k}"
