@@ -1,6 +1,9 @@
 """Every replacement layer in each of its forms, and the kinds of sparsity: what the contract's tests run over."""
 
+from pydantic import TypeAdapter
+
 from mxd.layers import LAYERS, parse_layer
+from mxd.layers.sparsity import AnySparsity
 
 UNITS = 11
 
@@ -9,6 +12,7 @@ SPARSITIES = {
     "random_k": {"kind": "random_k", "k": 4, "spread": 2},
     "relu_l1": {"kind": "relu_l1", "l1": 0.01},
     "jumprelu": {"kind": "jumprelu"},
+    "always": {"kind": "always"},
 }
 """One of each kind, by name."""
 
@@ -21,6 +25,10 @@ VARIANTS = {
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
     "topk_sae": {"method": "topk_sae"},
+    "mov": {"method": "mov"},
+    "mov-glu": {"method": "mov", "glu": True, "activation": "silu"},
+    "linear": {"method": "linear", "num_units": 1},
+    "low_rank": {"method": "low_rank", "num_units": 1, "rank": 3},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
@@ -28,17 +36,19 @@ ALL_KINDS = ("mxd", "transcoder")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
 
 
+parse_sparsity = TypeAdapter(AnySparsity).validate_python
+
+
 def kinds(variant):
     """The kinds of sparsity that a form is tested with."""
     own = LAYERS[VARIANTS[variant]["method"]].kinds
-    general = [name for name, fields in SPARSITIES.items() if parse(variant, name, check=False).sparsity.general]
+    general = [name for name, fields in SPARSITIES.items() if parse_sparsity(fields).general]
     return own or (general if variant in ALL_KINDS else ("topk",))
 
 
-def parse(variant, kind, check=True):
+def parse(variant, kind):
     """The config of a form with a kind of sparsity; a form that sets its own number of units keeps it."""
-    fields = {"num_units": UNITS} | VARIANTS[variant] | {"sparsity": SPARSITIES[kind]}
-    return parse_layer(fields if check else {"method": "transcoder", "sparsity": SPARSITIES[kind]})
+    return parse_layer({"num_units": UNITS} | VARIANTS[variant] | {"sparsity": SPARSITIES[kind]})
 
 
 CASES = [(variant, kind) for variant in VARIANTS for kind in kinds(variant)]

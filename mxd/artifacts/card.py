@@ -29,6 +29,7 @@ TAGS = {
     "TC": ("transcoder",),
     "STC": ("transcoder", "skip-transcoder"),
     "SAE": ("sparse-autoencoder",),
+    "MoV": ("mixture-of-vectors",),
 }
 """Tags that people search for; other methods are tagged with their label."""
 

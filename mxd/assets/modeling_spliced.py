@@ -34,6 +34,9 @@ class SparseLayer(nn.Module):
     cp_mumoe    y = ((a C') * (z D')) W + b
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
+    mov         y = ((a C) * z) D + b
+    linear      y = x S + b
+    low_rank    y = (x A) B + b
 
     With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
     distance, relative to its norm.
@@ -65,6 +68,19 @@ class SparseLayer(nn.Module):
         experts = self.active(rows, self.gate, self.gate_bias, self.expert_factor)
         return (experts * (self.hidden(rows) @ self.input_factor)) @ self.output_factor + self.bias
 
+    def mov(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of (IA)^3 vectors."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
+        return (experts * self.hidden(rows)) @ self.decoder + self.bias
+
+    def linear(self, rows: Tensor) -> Tensor:
+        """Return the output of a linear map."""
+        return torch.addmm(self.bias, rows, self.weight)
+
+    def low_rank(self, rows: Tensor) -> Tensor:
+        """Return the output of a linear map of low rank."""
+        return torch.addmm(self.bias, rows @ self.input_factor, self.output_factor)
+
     def transcoder(self, rows: Tensor) -> Tensor:
         """Return the output of a transcoder, with or without skip, or of an autoencoder."""
         out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
@@ -94,6 +110,9 @@ FORWARDS = {
     "cp_mumoe": SparseLayer.cp_mumoe,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
+    "mov": SparseLayer.mov,
+    "linear": SparseLayer.linear,
+    "low_rank": SparseLayer.low_rank,
 }
 """Method -> the function that computes its output."""
 

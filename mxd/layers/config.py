@@ -168,6 +168,10 @@ class ReplacementConfig(BaseModel, ABC):
             )
         return self.model_copy(update={"num_units": units})
 
+    def paper_sized(self: C, width: int) -> C:
+        """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features."""
+        return self.model_copy(update={"num_units": self.paper_units(width)})
+
     @property
     def slug(self) -> str:
         """A name for folders: the method and its sparsity, for example ``mxd-k32``."""

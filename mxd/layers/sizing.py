@@ -37,7 +37,8 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
         return config
     width = expansion * (config.d_in or 0)
     if match == "paper":
-        units = config.paper_units(width)
+        config = config.paper_sized(width)
+        units = config.num_units or 0
         if units < 1:
             raise MxdError(
                 f"{config.label}: by the paper's convention an expansion of {expansion} leaves no units "

@@ -195,7 +195,31 @@ class JumpReLUConfig(SparsityConfig):
         return JumpReLU(units)
 
 
-AnySparsity = Annotated[TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig, Field(discriminator="kind")]
+class AlwaysConfig(SparsityConfig):
+    """Every unit is active at every token: for layers without a choice, as linear maps."""
+
+    general: ClassVar[bool] = False
+    kind: Literal["always"] = "always"
+    """Selects this kind."""
+
+    @property
+    def max_k(self) -> None:
+        """Not bounded."""
+        return None
+
+    @property
+    def slug(self) -> str:
+        """``always``."""
+        return "always"
+
+    def build(self, units: int) -> Sparsity:
+        """Build the module."""
+        return Always()
+
+
+AnySparsity = Annotated[
+    TopKConfig | RandomKConfig | ReLUL1Config | JumpReLUConfig | AlwaysConfig, Field(discriminator="kind")
+]
 
 
 class TopK(Sparsity):
@@ -278,6 +302,14 @@ class JumpReLU(Sparsity):
         """Keep every pre-activation above its unit's threshold."""
         positive = torch.relu(_one_head(gate, x))
         return _every_unit(positive * (positive > self.threshold))
+
+
+class Always(Sparsity):
+    """``a_n = 1``: the scores of a ``ConstantGate``."""
+
+    def forward(self, x: Tensor, gate: Gate) -> Code:
+        """Keep every unit."""
+        return _every_unit(_one_head(gate, x))
 
 
 def _one_head(gate: Gate, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens units"]:

@@ -16,6 +16,9 @@ STYLES = {
     "STC": ("#00798c", "^"),
     "CP-muMoE": ("#edae49", "D"),
     "SAE": ("#7a7a7a", "v"),
+    "MoV": ("#8f2d56", "P"),
+    "Linear": ("#2b2d42", "_"),
+    "Low-rank": ("#8d99ae", "_"),
 }
 
 
