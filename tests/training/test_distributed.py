@@ -155,7 +155,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, wo
 
 @pytest.mark.long
 def test_processes_begin_at_the_same_fit(tmp_path: Path) -> None:
-    """Second moments over parts of the batches add up to one process's: in one group of two, and divided; and in two."""
+    """Second moments over parts of batches add up to one process's: in a group of two, divided, and in two groups."""
     mov = {"method": "mov", "num_units": 64, "sparsity": {"kind": "topk", "k": 8}}
     fitted = [{"method": "linear"}, {"method": "low_rank", "rank": 4}, mov]
     runs = {name: config(tmp_path, name) | {"replacements": fitted} for name in ("alone", "one", "shards", "two")}
