@@ -21,6 +21,7 @@ SPARSITIES = {
     "product_topk": {"kind": "product_topk", "heads": 2, "k": 2, "balance": 0},
     "product_quantile": {"kind": "product_quantile", "heads": 2, "k": 2, "balance": 0},
     "pair_topk": {"kind": "pair_topk", "heads": 2, "k": 3},
+    "always": {"kind": "always"},
 }
 """One of each kind, by name."""
 
@@ -53,6 +54,10 @@ VARIANTS = {
     "peer": {"method": "peer", "num_units": 25},
     "peer-query": {"method": "peer", "num_units": 25, "query": "linear"},
     "smoe": {"method": "smoe", "expert_width": 3},
+    "mov": {"method": "mov"},
+    "mov-glu": {"method": "mov", "glu": True, "activation": "silu"},
+    "linear": {"method": "linear", "num_units": 1},
+    "low_rank": {"method": "low_rank", "num_units": 1, "rank": 3},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 

@@ -33,6 +33,7 @@ TAGS = {
     "Monet-VD": ("monet", "mixture-of-experts", "product-keys"),
     "PEER": ("peer", "mixture-of-experts", "product-keys"),
     "SMoE": ("mixture-of-experts",),
+    "MoV": ("mixture-of-vectors",),
 }
 """Tags that people search for; other methods are tagged with their label."""
 

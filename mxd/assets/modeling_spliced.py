@@ -42,6 +42,9 @@ class SparseLayer(nn.Module):
     monet       y = sum_ij a_ij E_ij(x) + b, E_ij of halves i and j: V_j u_i + c_j, or one half of its units from each
     peer        y = sum_n a_n phi(u_n . x) v_n + b, n pairs of keys
     smoe        y = sum_n a_n V_n phi(U_n x) + b
+    mov         y = ((a C) * z) D + b
+    linear      y = x S + b
+    low_rank    y = (x A) B + b
 
     With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
     distance, relative to its norm.
@@ -107,6 +110,19 @@ class SparseLayer(nn.Module):
         between = (first * (read @ self.first_in + self.first_bias)) @ self.first_out
         between = ACTIVATIONS[self.spec["activation"]](between)
         return (second * (between @ self.second_in + self.second_bias)) @ self.second_out + self.bias
+
+    def mov(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of (IA)^3 vectors."""
+        experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
+        return (experts * self.hidden(rows)) @ self.decoder + self.bias
+
+    def linear(self, rows: Tensor) -> Tensor:
+        """Return the output of a linear map."""
+        return torch.addmm(self.bias, rows, self.weight)
+
+    def low_rank(self, rows: Tensor) -> Tensor:
+        """Return the output of a linear map of low rank."""
+        return torch.addmm(self.bias, rows @ self.input_factor, self.output_factor)
 
     def transcoder(self, rows: Tensor) -> Tensor:
         """Return the output of a transcoder, with or without skip, or of an autoencoder."""
@@ -258,6 +274,9 @@ FORWARDS = {
     "monet": SparseLayer.monet,
     "peer": SparseLayer.peer,
     "smoe": SparseLayer.smoe,
+    "mov": SparseLayer.mov,
+    "linear": SparseLayer.linear,
+    "low_rank": SparseLayer.low_rank,
 }
 """Method -> the function that computes its output."""
 

@@ -11,8 +11,10 @@ from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
+from mxd.layers.linear import LinearConfig, LowRankConfig
 from mxd.layers.moe import MoEConfig
 from mxd.layers.monet import MonetConfig
+from mxd.layers.mov import MoVConfig
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mumoe_block import MuMoEBlockConfig
 from mxd.layers.mxd import MxDConfig
@@ -36,6 +38,9 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "monet": MonetConfig,
     "peer": PEERConfig,
     "smoe": SMoEConfig,
+    "mov": MoVConfig,
+    "linear": LinearConfig,
+    "low_rank": LowRankConfig,
 }
 
 AnyReplacement = Annotated[
@@ -49,7 +54,10 @@ AnyReplacement = Annotated[
     | MuMoEBlockConfig
     | MonetConfig
     | PEERConfig
-    | SMoEConfig,
+    | SMoEConfig
+    | MoVConfig
+    | LinearConfig
+    | LowRankConfig,
     Field(discriminator="method"),
 ]
 

@@ -262,3 +262,38 @@ class LinearGate(Gate):
 
     def _scores(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens 1 units"]:
         return F.linear(x, self.weight, self.bias).unsqueeze(1)
+
+
+class ConstantGate(Gate):
+    """1 for every unit and every input: units that are always on."""
+
+    def __init__(self, units: int, d_in: int, like: Tensor) -> None:
+        """Take the number of units.
+
+        Args:
+            units: how many.
+            d_in: width of the input.
+            like: a tensor with the layer's dtype and device.
+        """
+        self.units, self.d_in, self.like = units, d_in, like
+
+    def top(
+        self, x: Float[Tensor, "tokens d_in"], k: int, candidates: CandidateDtype, selection: Selection
+    ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+        """As ``Gate.top``: of equal units, the first."""
+        units = torch.arange(k, device=x.device).expand(len(x), -1)
+        return x.new_ones(units.shape), units
+
+    def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
+        """Return weights of zero and biases of one."""
+        return self.like.new_zeros(len(ids), self.d_in), self.like.new_ones(len(ids))
+
+    def project(self, v: Float[Tensor, " d_in"], head: int = 0) -> Float[Tensor, " units"]:
+        """Return zeros."""
+        return v.new_zeros(self.units)
+
+    def centre(self, mean_in: Float[Tensor, " d_in"]) -> None:
+        """Do nothing: there are no biases to set."""
+
+    def _scores(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens 1 units"]:
+        return x.new_ones(len(x), 1, self.units)

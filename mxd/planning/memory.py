@@ -213,6 +213,8 @@ class _Parts:
         weights = {"base model": self.weights}
         # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
         whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
+        fit = any(layer.needs_covariance for _, layer in self.replacements.values())
+        moments = {"second moments": sum(map(self.moment_bytes, blocks))} if fit else {}
         step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
         return {
             "loading": weights,
@@ -222,6 +224,7 @@ class _Parts:
                 **(optimizer if refilled else {}),
                 "activations": filling,
                 "forward": self.forward.peak,
+                **moments,
             },
             "taking steps": {
                 **weights,
@@ -231,6 +234,11 @@ class _Parts:
                 "largest step": step + whole,
             },
         }
+
+    def moment_bytes(self, number: int) -> int:
+        """Return the bytes of a block's ``Covariance`` in float64, while as much is added to it."""
+        d, o = self.widths[number]
+        return 2 * 8 * (d * d + d * o + o * o)
 
     def on_host(self) -> dict[str, dict[str, int]]:
         """Return phase -> part -> bytes in the host's memory, whatever the device."""

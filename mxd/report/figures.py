@@ -7,6 +7,7 @@ from typing import Any
 from mxd.common.errors import printable
 from mxd.common.files import atomic_file
 from mxd.common.parsing import without_surrogates
+from mxd.layers.sparsity import AlwaysConfig
 from mxd.metrics import CE_INCREASE, NMSE
 from mxd.report.source import Node
 
@@ -24,13 +25,16 @@ STYLES = {
     "Monet-VD": ("#b07cc6", "h"),
     "PEER": ("#386641", "X"),
     "SMoE": ("#bc6c25", "<"),
+    "MoV": ("#8f2d56", "P"),
+    "Linear": ("#2b2d42", "_"),
+    "Low-rank": ("#8d99ae", "_"),
 }
 
 
 def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     """Draw normalized MSE and cross-entropy increase against K, one line for each method and block (MxD, figure 3).
 
-    Splices of several layers, and layers without a K, are left out.
+    Layers that choose nothing are level lines. Splices of several layers, and others without a K, are left out.
 
     Raises:
         MxdError: the evaluation lacks what is drawn.
@@ -44,15 +48,20 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     data = document["data"]
     model, source, split = (_literal(node.text()) for node in (document["model"], data["source"], data["split"]))
     lines: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
+    floors: list[tuple[str, str, float, float]] = []
     for _, result in document["results"].items():
         replacement = result["replacements"][0]
-        if len(list(result["replacements"])) > 1 or replacement["k"].value is None:
+        floor = replacement["sparsity"].value == AlwaysConfig().slug
+        if len(list(result["replacements"])) > 1 or (replacement["k"].value is None and not floor):
             continue
         block = str(replacement["block"].value)
         nmse = result["blocks"][block][NMSE.key].number()
+        if floor:
+            floors.append((_literal(replacement["method"].text()), block, nmse, result[CE_INCREASE.key].number()))
+            continue
         point = (replacement["k"].number(), nmse, result[CE_INCREASE.key].number(), result[CE_INCREASE.error].number())
         lines.setdefault((_literal(replacement["method"].text()), block), []).append(point)
-    several = len({block for _, block in lines}) > 1
+    several = len({block for _, block in lines} | {block for _, block, _, _ in floors}) > 1
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     for (method, block), points in lines.items():
         points.sort()
@@ -61,6 +70,11 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         style = {"color": color, "marker": marker, "label": f"{method}, block {block}" if several else method}
         left.plot(ks, errors, **style)
         right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
+    for method, block, *levels in floors:
+        color = STYLES.get(method, ("black", "x"))[0]
+        label = f"{method}, block {block}" if several else method
+        for axes, level in zip((left, right), levels, strict=True):
+            axes.axhline(level, color=color, linestyle="--", linewidth=1, label=label)
     for axes, title in ((left, NMSE.label), (right, CE_INCREASE.label)):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({p[0] for points in lines.values() for p in points}), minor=False)
@@ -70,7 +84,7 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-    if lines:
+    if lines or floors:
         left.legend(frameon=False)
     figure.suptitle(f"{model}, {source} {split} text: lower is more faithful", fontsize=10)
     path = Path(path)

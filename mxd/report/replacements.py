@@ -8,6 +8,7 @@ from typing import Any
 
 from mxd.artifacts.provenance import Provenance
 from mxd.layers import ReplacementConfig
+from mxd.layers.sparsity import AlwaysConfig
 from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
@@ -44,6 +45,11 @@ class Replacement:
     where: str = ""
     """Its block, where the run has layers of several."""
     path: Path | None = None
+
+    @property
+    def floor(self) -> bool:
+        """Whether nothing is chosen: it has no place on an axis of units, and is a level to compare with."""
+        return self.budget == AlwaysConfig().slug
 
     @property
     def line(self) -> str:

@@ -2,10 +2,11 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 from mxd.common.errors import MxdError, SharedError, typed
 from mxd.common.processes import Processes
@@ -20,6 +21,8 @@ from mxd.training.metrics import Metrics
 from mxd.training.saving import Saver
 from mxd.training.source import bos_activations, covariances
 from mxd.training.step import Trainee, learning_rate, mean_sizes, train_step
+
+T = TypeVar("T")
 
 STOP_EVERY = 8
 """Steps between two exchanges in which the processes of a launch learn whether one of them was told to stop."""
@@ -60,7 +63,7 @@ class Loop:
         with stop_signal() as stop, progress(title, total, done=done) as advance:
             batches = self.batches(stream, stop)
             if self.step == 0:
-                batches = self.initialised(batches)
+                batches = self.initialised(batches, stop)
             for batch in batches:
                 self.train_batch(batch)
                 last = self.step == training.steps
@@ -92,15 +95,16 @@ class Loop:
         while self.step < self.config.training.steps:
             yield self.next_batch(stream, stop)
 
-    def initialised(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def initialised(self, batches: Iterator[Batch], stop: Stop) -> Iterator[Batch]:
         """Initialise every replacement from the means that come with the first batch, and return all batches.
 
         Replacements are divided among processes only afterwards, since each is initialised as a whole.
         """
+        moments = self.covariances(stop)  # before the first batch is asked for: one window is in memory at a time
         first = next(batches)
         with self.processes.together():
             bos = bos_activations(self.config, self.base)
-        settings, moments = self.config.training.settings, self.covariances()
+        settings = self.config.training.settings
         for trainee in self.trainees:
             block = trainee.number
             if settings.scaled:
@@ -111,11 +115,16 @@ class Loop:
                 trainee.shard()
         return chain(iter([first]), batches)  # ``iter``: a list would keep the first batch alive during the whole run
 
-    def covariances(self) -> dict[int, Covariance]:
-        """Return block -> second moments of the first tokens, if some replacement of the run asks for them."""
+    def covariances(self, stop: Stop) -> dict[int, Covariance]:
+        """Return block -> second moments of the first tokens, if some replacement of the run asks for them.
+
+        Raises:
+            Interrupted: as ``next_batch``; and whatever else it raises, but a text that ends is no error here.
+        """
         if not any(replacement.needs_covariance for replacement in self.config.replacements):
             return {}
-        return covariances(self.config, self.base, self.processes, self.trainees[0].processes, self.shares)
+        args = self.config, self.base, self.processes, self.trainees[0].processes, self.shares
+        return self.filled(lambda: covariances(*args), stop)
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:
         """Return the next batch; where there is none, save what has been trained so far.
@@ -124,21 +133,35 @@ class Loop:
             Interrupted: stopped while the buffer was filled.
             MxdError: the text ended, or whatever the stream raises.
         """
+        batch = self.filled(lambda: next(stream, None), stop)
+        if batch is not None:
+            return batch
+        self.save()
+        self.saver.finish(self.step, self.cursor)
+        training = self.config.training
+        raise MxdError(
+            f"the text ended after {self.step * training.batch_tokens:,} tokens, before the {training.tokens:,} "
+            f"asked for (streamed text is read once). The layers trained so far are in {self.config.folder}."
+        )
+
+    def filled(self, ask: Callable[[], T], stop: Stop) -> T:
+        """Return what a stream answers; where that fails or is stopped, save what has been trained so far.
+
+        Args:
+            ask: asks a stream, which may fill the buffer first.
+            stop: tells that the run was told to stop.
+
+        Raises:
+            Interrupted: stopped while the buffer was filled.
+            MxdError: whatever the stream raises.
+        """
         try:
             at_once = nullcontext() if self.processes.many else stop.at_once()  # else the others would wait for it
             with at_once, _memory(f"after step {self.step:,}, where the base model fills the buffer"):
-                return next(stream)
+                return ask()
         except Stopped:
             self.save()
             raise self.stopped(stop) from None
-        except StopIteration:
-            self.save()
-            self.saver.finish(self.step, self.cursor)
-            training = self.config.training
-            raise MxdError(
-                f"the text ended after {self.step * training.batch_tokens:,} tokens, before the {training.tokens:,} "
-                f"asked for (streamed text is read once). The layers trained so far are in {self.config.folder}."
-            ) from None
         except MxdError as error:
             if not self.processes.many or isinstance(error, SharedError):  # a save needs all processes
                 self.save()

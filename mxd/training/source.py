@@ -192,7 +192,7 @@ def covariances(
 ) -> dict[int, Covariance]:
     """Return block -> second moments over the first window's batches, for the blocks that this process trains at.
 
-    The stream is read once more for this, so the base model runs over the first window twice.
+    The stream is read from its beginning for this alone, so the base model runs over the first window once more.
 
     Args:
         config: the run.
@@ -201,12 +201,11 @@ def covariances(
         group: those among them that take each step together.
         shares: the part of every batch that each process takes.
     """
+    training = config.training
+    batches = min(training.buffer_tokens // training.batch_tokens, training.steps)
     sums: dict[int, list[Tensor]] = {}
     count = 0
-    batches = activation_stream(config, base, None, processes, shares)
-    for batch in islice(
-        batches, max(1, min(config.training.buffer_tokens, config.training.tokens) // config.training.batch_tokens)
-    ):
+    for batch in islice(activation_stream(config, base, None, processes, shares), batches):
         count += len(batch.ids)
         for block, (x, y) in batch.sites.items():
             x, y = x.double(), y.double()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mxd.layers import Code, MLPShape
+from mxd.layers import MLPShape
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
@@ -89,28 +89,3 @@ def test_mxd_is_the_case_of_an_identity_output_factor(mlp, randomise, x):
     cp.output_factor.data = torch.eye(OUT, dtype=torch.float64)
     torch.testing.assert_close(cp(x), mxd(x))
     torch.testing.assert_close(cp.unit_weight(2), mxd.unit_weight(2))
-
-
-def test_a5_scaling_rows_instead_is_mov(mlp, randomise, x):
-    """Appendix A.5: ``W_n = diag(c_n) D``, with ``c_n`` in R^H, is a mixture of (IA)^3 vectors: ``((a C) * z) D``.
-
-    It is the muMoE with ``R = H`` and ``D' = I``; its mode-2 unfolding is the Khatri-Rao product of C and D^T.
-    """
-    layer = make(mlp, randomise, rank=HIDDEN)
-    layer.input_factor.data = torch.eye(HIDDEN, dtype=torch.float64)
-    scale, decoder = layer.expert_factor, layer.output_factor
-    mov = ((activations(layer, x) @ scale) * layer.encoder(x)) @ decoder
-    torch.testing.assert_close(layer(x), mov + layer.bias)
-    tensor = torch.stack([layer.unit_weight(n) for n in range(N)])
-    torch.testing.assert_close(tensor, torch.stack([torch.diag(c) @ decoder for c in scale]))
-    unfolding = tensor.permute(1, 0, 2).reshape(HIDDEN, N * OUT)
-    torch.testing.assert_close(unfolding, torch.stack([torch.kron(scale[:, h], decoder[h]) for h in range(HIDDEN)]))
-
-
-def test_a5_ia3_is_one_expert_always_on(mlp, randomise, x):
-    """(IA)^3 rescales the hidden state by one learned vector."""
-    layer = make(mlp, randomise, rank=HIDDEN)
-    layer.input_factor.data = torch.eye(HIDDEN, dtype=torch.float64)
-    on = Code(torch.ones(7, 1, dtype=torch.float64), torch.full((7, 1), 4))
-    ia3 = (layer.encoder(x) * layer.expert_factor[4]) @ layer.output_factor
-    torch.testing.assert_close(layer.decode(x, on), ia3 + layer.bias)

@@ -96,7 +96,7 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "skip_share": 0.0,
         "stable_rank": 2.5,
     }
-    method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE"}[name.split("-")[1]]
+    method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE", "linear": "Linear"}[name.split("-")[1]]
     k = 8 if "k8" in name else 32
     what = {"method": method, "sparsity": f"k{k}", "k": k, "block": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
     return {

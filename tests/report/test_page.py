@@ -261,6 +261,20 @@ def test_the_frontier_draws_the_numbers_of_the_file(run):
     assert figure.panels[1].drawing.count("data-source") == 6
 
 
+def test_the_frontier_shows_the_floor_at_every_k(tmp_path):
+    """A linear map has no K: a level line below or above the others, and no place among penalties."""
+    run = read_run(fill(tmp_path / "floor", extra={"block1-linear": {"method": "linear", "num_units": 1}}))
+    captions = [block.caption for block in faithfulness.section(run).parts]
+    assert not any("After figure 18" in caption for caption in captions)
+    figure = faithfulness.section(run).parts[0]
+    assert [key.label for key in figure.keys] == ["MxD", "TC", "CP-muMoE", "Linear"]
+    level = f"{0.01 / 7:.3g}"
+    assert f"Linear: {level} at 8, {level} at 32" in figure.panels[0].alt
+    assert "Level lines" in figure.caption
+    one = read_run(fill(tmp_path / "one", ks=(8,), extra={"block1-linear": {"method": "linear", "num_units": 1}}))
+    assert f"Linear: {0.01 / 4:.3g} at 8." in faithfulness.section(one).parts[0].panels[0].alt
+
+
 def test_of_several_k_units_are_shown_at_the_one_nearest_to_32(tmp_path):
     run = read_run(fill(tmp_path / "k", ks=(4, 64, 100)))
     assert {r.k for r, _ in usual(run.results("generation"))} == {64}

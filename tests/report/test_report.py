@@ -130,6 +130,20 @@ def test_the_figure_is_drawn_from_single_splices_with_a_k(tmp_path: Path, monkey
     assert list(drawn[0][1][0]) == [4, 8]
 
 
+def test_a_layer_that_chooses_nothing_is_a_level_line(tmp_path: Path, monkeypatch) -> None:
+    from matplotlib.axes import Axes
+
+    drawn = []
+    real = Axes.axhline
+    monkeypatch.setattr(Axes, "axhline", lambda self, y, **k: drawn.append((k["label"], y)) or real(self, y, **k))
+    linear = result("Linear", None, 3, 0.75)
+    linear["replacements"][0]["sparsity"] = "always"
+    for others, where in (({"a": result("MxD", 8, 2, 0.25)}, ", block 3"), ({}, "")):
+        drawn.clear()
+        frontier(evaluation(others | {"floor": linear}), tmp_path / "f.png")
+        assert drawn == [(f"Linear{where}", 0.01), (f"Linear{where}", 0.75)]
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -142,6 +142,21 @@ def test_layers_with_kinds_of_sparsity_of_their_own_too(gpt2, form, ids, tmp_pat
     assert (expected - base).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "fields", [{"method": "linear"}, {"method": "low_rank", "rank": 3}], ids=["linear", "low_rank"]
+)
+def test_linear_maps_too(gpt2, ids, tmp_path, fields):
+    layer = parse_layer(fields).resolve(gpt2.mlp_shape(1)).sized(10_000).build()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    base, module = gpt2.logits(ids), load(export_model(gpt2, {1: layer.eval()}, tmp_path / "out"))
+    with spliced(gpt2, {1: layer}):
+        expected = gpt2.logits(ids)
+    torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - base).abs().max() > 0.1
+
+
 def test_every_kind_of_sparsity_is_among_them():
     seen = {KINDS[(3 * first + number) % len(KINDS)] for first in range(len(VARIANTS)) for number in range(3)}
     assert seen == set(KINDS)

@@ -154,6 +154,23 @@ def test_any_number_of_processes_trains_the_same(tmp_path: Path, alone: Path, wo
 
 
 @pytest.mark.long
+def test_processes_begin_at_the_same_fit(tmp_path: Path) -> None:
+    """Second moments over parts of batches add up to one process's: in a group of two, divided, and in two groups."""
+    mov = {"method": "mov", "num_units": 64, "sparsity": {"kind": "topk", "k": 8}}
+    fitted = [{"method": "linear"}, {"method": "low_rank", "rank": 4}, mov]
+    runs = {name: config(tmp_path, name) | {"replacements": fitted} for name in ("alone", "one", "shards", "two")}
+    launch(1, {"config": runs["alone"]})
+    launch(
+        2,
+        {"config": runs["one"], "groups": 1},
+        {"config": runs["shards"], "groups": 1, "shard": True},
+        {"config": runs["two"], "groups": 2},
+    )
+    for name in ("one", "shards", "two"):
+        assert_same_training(tmp_path / "alone", tmp_path / name)
+
+
+@pytest.mark.long
 def test_processes_read_their_parts_of_a_cache_and_go_on_in_it(tmp_path: Path, alone: Path) -> None:
     """Written by two processes, read by two that stop, and by one that goes on."""
     run, cache = config(tmp_path, "r"), str(tmp_path / "cache")

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
+from mxd.layers.sparsity.always import Always, AlwaysConfig
 from mxd.layers.sparsity.base import Sparsity, SparsityConfig
 from mxd.layers.sparsity.batch_topk import BatchTopK, BatchTopKConfig
 from mxd.layers.sparsity.group_max import GroupMax, GroupMaxConfig
@@ -32,7 +33,8 @@ AnySparsity = Annotated[
     | TopKSoftmaxConfig
     | ProductTopKConfig
     | ProductQuantileConfig
-    | PairTopKConfig,
+    | PairTopKConfig
+    | AlwaysConfig,
     Field(discriminator="kind"),
 ]
 
@@ -43,6 +45,8 @@ SPARSITIES: dict[str, type[SparsityConfig]] = {
 
 __all__ = [
     "SPARSITIES",
+    "Always",
+    "AlwaysConfig",
     "AnySparsity",
     "BatchTopK",
     "BatchTopKConfig",

@@ -93,14 +93,26 @@ def _point(result: Node, x: float, metric: Metric) -> Point:
     return Point(x, value, value - half, value + half, node.source)
 
 
-def _panels(results: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str) -> Figure | None:
-    """Draw the metrics of ``DRAWN`` against ``x_of``, one line for each method and variant."""
-    keys = slots([replacement.line for replacement, _ in results])
+def _panels(
+    results: Results, x_of: Callable[[Replacement, Node], float], x: Axis, title: str, floors: Results = ()
+) -> Figure | None:
+    """Draw the metrics of ``DRAWN`` against ``x_of``, one line for each method and variant.
+
+    Args:
+        results: what is drawn.
+        x_of: where along the axis.
+        x: the axis.
+        title: the figure's.
+        floors: drawn as level lines, from one end of the axis' ticks to the other.
+    """
+    keys = slots([replacement.line for replacement, _ in [*results, *floors]])
+    ends = sorted({x.ticks[0], x.ticks[-1]}) if x.ticks else []
     panels = []
     for metric in DRAWN:
         drawn = []
         for line, key in keys.items():
             points = [_point(n, x_of(r, n), metric) for r, n in results if r.line == line]
+            points += [_point(n, end, metric) for r, n in floors if r.line == line for end in ends]
             drawn.append(Line(key, sorted((p for p in points if math.isfinite(p.y)), key=lambda p: p.x)))
         if any(line.points for line in drawn):
             panels.append(lines(metric.label, x, _axis(metric.label, drawn), drawn))
@@ -119,7 +131,10 @@ def _frontier(results: Results) -> list[Part]:
     figures = []
     blocks = {r.layer for r, _ in _single(results)}
     for layer in sorted(blocks, key=lambda block: block or 0):
-        here = [(r, n) for r, n in _single(results) if r.layer == layer and r.k]
+        here, floors = (
+            [(r, n) for r, n in _single(results) if r.layer == layer and of_kind(r)]
+            for of_kind in (lambda r: r.k, lambda r: r.floor)
+        )
         ks = sorted({float(r.k) for r, _ in here if r.k})
         if not ks:
             continue
@@ -127,15 +142,16 @@ def _frontier(results: Results) -> list[Part]:
         title = (
             f"The frontier{where}: error against K, the units active for a token. Lower is more faithful, further left "
             "is sparser. Bars are standard errors. After figures 10 and 3 of the MxD paper; KL beside them."
+            + (" Level lines: maps that choose nothing, whatever K." if floors else "")
         )
-        figure = _panels(here, lambda r, _: float(r.k or 0), Axis("K", "log", ks), title)
+        figure = _panels(here, lambda r, _: float(r.k or 0), Axis("K", "log", ks), title, floors)
         figures += [figure] if figure else []
     return list(figures)
 
 
 def _by_activity(results: Results) -> list[Part]:
     """After figure 18 of the paper: top-k and sparsities without a K, by the units they use."""
-    single = _single(results)
+    single = [(r, n) for r, n in _single(results) if not r.floor]
     if all(r.k for r, _ in single):
         return []
     title = (
