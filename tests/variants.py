@@ -21,10 +21,13 @@ VARIANTS = {
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
     "topk_sae": {"method": "topk_sae"},
+    "molt": {"method": "molt"},
+    "molt-skip-rank-1": {"method": "molt", "rank": 1, "skip": True},
+    "molt-rank-3": {"method": "molt", "rank": 3, "halvings": 0},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
-ALL_KINDS = ("mxd", "transcoder")
+ALL_KINDS = ("mxd", "transcoder", "molt")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
 
 

@@ -34,6 +34,7 @@ class SparseLayer(nn.Module):
     cp_mumoe    y = ((a C') * (z D')) W + b
     transcoder  y = a D + b, plus x S with a skip
     topk_sae    the same, of the base MLP's output
+    molt        y = sum_t a_t (x V_t^T) U_t + b, plus x S with a skip; the rows of all V lie one below the other
 
     With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
     distance, relative to its norm.
@@ -70,15 +71,35 @@ class SparseLayer(nn.Module):
         out = self.active(rows, self.encoder, self.encoder_bias, self.decoder) + self.bias
         return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
 
+    def molt(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of low-rank linear transforms: ranks halve while their numbers double."""
+        units, ranks = self.gate.shape[0], [self.spec["rank"] >> step for step in range(self.spec["halvings"] + 1)]
+        ranks = [rank for rank in ranks if rank]
+        whole = 2 ** len(ranks) - 1
+        ends = [(2 * units * (2**group - 1) + whole) // (2 * whole) for group in range(len(ranks) + 1)]
+        counts = torch.tensor(ends).diff()
+        owner = torch.arange(units).repeat_interleave(torch.tensor(ranks).repeat_interleave(counts)).to(rows.device)
+        values, listed = self.code(rows, self.gate, self.gate_bias)
+        activation = values if listed is None else values.new_zeros(len(rows), units).scatter(1, listed, values)
+        out = (activation[:, owner] * (rows @ self.down.T)) @ self.up + self.bias
+        return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
+
     def active(self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
+        values, units = self.code(x, weight, bias)
+        if units is None:
+            return values @ table
+        return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
+
+    def code(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the active units' activations and their numbers; without numbers, the activations of all units."""
         sparsity, activation = self.spec["sparsity"], F.linear(x, weight, bias).relu()
         if sparsity["kind"] in ("topk", "random_k"):
             values, units = activation.topk(sparsity["k"])
-            return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
+            return values, units
         if sparsity["kind"] == "jumprelu":
             activation = activation * (activation > self.sparsity_threshold)
-        return activation @ table
+        return activation, None
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the dense encoder's hidden state, in the base MLP's form: plain or gated."""
@@ -94,6 +115,7 @@ FORWARDS = {
     "cp_mumoe": SparseLayer.cp_mumoe,
     "transcoder": SparseLayer.transcoder,
     "topk_sae": SparseLayer.transcoder,
+    "molt": SparseLayer.molt,
 }
 """Method -> the function that computes its output."""
 

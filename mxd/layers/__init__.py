@@ -11,6 +11,7 @@ from mxd.common.errors import MxdError, unknown
 from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
+from mxd.layers.molt import MOLTConfig
 from mxd.layers.mumoe import CPMuMoEConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
@@ -22,9 +23,13 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "transcoder": TranscoderConfig,
     "cp_mumoe": CPMuMoEConfig,
     "topk_sae": TopKSAEConfig,
+    "molt": MOLTConfig,
 }
 
-AnyReplacement = Annotated[MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig, Field(discriminator="method")]
+AnyReplacement = Annotated[
+    MxDConfig | TranscoderConfig | CPMuMoEConfig | TopKSAEConfig | MOLTConfig,
+    Field(discriminator="method"),
+]
 
 
 def parse_layer(fields: Any) -> ReplacementConfig:

@@ -162,11 +162,20 @@ class ReplacementConfig(BaseModel, ABC):
         per_unit = two - one
         units = round((budget - one) / per_unit) + 1
         if units < 1:
-            raise MxdError(
-                f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
-                f"({one - per_unit:,}); raise sizing.expansion."
-            )
+            raise self.unpaid(budget, one - per_unit)
         return self.model_copy(update={"num_units": units})
+
+    def unpaid(self, budget: int, shared: int) -> MxdError:
+        """Return the error of a budget that does not pay for what all units share.
+
+        Args:
+            budget: number of parameters.
+            shared: those that no unit owns.
+        """
+        return MxdError(
+            f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
+            f"({shared:,}); raise sizing.expansion."
+        )
 
     @property
     def slug(self) -> str:

@@ -33,7 +33,10 @@ from mxd.share.export import export_checkpoints, export_model
 from mxd.splice import splice, spliced
 
 KINDS = [kind for kind in get_args(get_args(AnySparsity)[0]) if kind.general]
-VARIANTS = {name: {"method": name} for name in GENERAL} | {"transcoder-skip": {"method": "transcoder", "skip": True}}
+VARIANTS = {name: {"method": name} for name in GENERAL} | {
+    "transcoder-skip": {"method": "transcoder", "skip": True},
+    "molt-skip": {"method": "molt", "skip": True, "rank": 3},
+}
 GREEDY = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
 
