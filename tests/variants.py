@@ -18,6 +18,7 @@ VARIANTS = {
     "mxd-relu": {"method": "mxd", "activation": "relu", "hidden": 3},
     "transcoder": {"method": "transcoder"},
     "transcoder-skip": {"method": "transcoder", "skip": True},
+    "transcoder-groups": {"method": "transcoder", "groups": (0.25, 0.25, 0.5)},
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
     "topk_sae": {"method": "topk_sae"},

@@ -29,6 +29,11 @@ TAGS = {
     "TC": ("transcoder",),
     "STC": ("transcoder", "skip-transcoder"),
     "SAE": ("sparse-autoencoder",),
+    "M-TC": ("transcoder", "matryoshka"),
+    "M-STC": ("transcoder", "skip-transcoder", "matryoshka"),
+    "M-SAE": ("sparse-autoencoder", "matryoshka"),
+    "MOLT": ("mixture-of-linear-transforms",),
+    "SMOLT": ("mixture-of-linear-transforms",),
 }
 """Tags that people search for; other methods are tagged with their label."""
 

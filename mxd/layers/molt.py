@@ -2,15 +2,15 @@
 
     y^ = sum_t a_t (x V_t^T) U_t + b [+ x S],   a = TopK(relu(x E^T + b_E), K),   V_t [r_t, d_in],  U_t [r_t, d_out]
 
-A transform is a linear map of rank ``r_t``, and a token uses few of them. The post's ranks are 512, 256, 128, 64 and 32,
-each for twice as many transforms as the rank before. With rank 1 alone the layer is a transcoder of bilinear features,
+A transform is a linear map of rank ``r_t``, and a token uses few of them. The post's ranks are 512, 256, 128, 64 and
+32, each for twice as many transforms as the rank before. With rank 1 alone the layer is a transcoder of bilinear features,
 ``a_t (x . v_t) u_t``; with rank 32 alone it is that of EleutherAI's clt-training.
 """
 
 import bisect
 import math
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -63,7 +63,7 @@ class MOLTConfig(ReplacementConfig):
         """
         units, whole = self.num_units or 0, 2 ** len(self.ranks) - 1
         ends = [(2 * units * (2**group - 1) + whole) // (2 * whole) for group in range(len(self.ranks) + 1)]
-        return tuple(end - start for start, end in zip(ends[:-1], ends[1:], strict=True))
+        return tuple(end - start for start, end in pairwise(ends))
 
     @property
     def total_rank(self) -> int:
@@ -81,7 +81,7 @@ class MOLTConfig(ReplacementConfig):
         return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, rank=2 ** round(math.log2(max(1, 2 * mlp.d_in / 3))))
 
     def sized(self, budget: int) -> "MOLTConfig":
-        """As ``ReplacementConfig.sized``: the count grows with ``num_units``, by steps that differ."""
+        """As ``ReplacementConfig.sized``, errors included: the count grows with ``num_units``, by steps that differ."""
 
         def params(units: int) -> int:
             return self.model_copy(update={"num_units": units}).learned_params

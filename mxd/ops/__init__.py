@@ -1,7 +1,8 @@
 """The hot path: pure functions on tensors, no modules and no configuration.
 
 ``topk_linear`` and ``sparse_decode`` never build the dense ``[tokens, units]`` code; their backward passes cost
-``O(tokens * K * d)``. ``low_rank_mixture`` and ``nested_decode`` stand on them. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
+``O(tokens * K * d)``. ``low_rank_mixture`` and ``nested_decode`` stand on them. ``reference`` holds the same functions
+in plain dense PyTorch, the oracle of the tests.
 """
 
 from mxd.ops.low_rank import low_rank_mixture, sparse_dot, tokens_by_unit

@@ -5,6 +5,7 @@ rank r with T_n tokens costs two products, ``[T_n, d] [d, r]`` and ``[T_n, r] [r
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,11 +96,9 @@ def tokens_by_unit(
         selection: of these indices.
     """
     plan = selection.by_unit(indices, units)
-    if plan.starts.is_meta:  # as many tokens for each, to be metered
-        starts = [indices.numel() * n // units for n in range(units + 1)]
-    else:
-        starts = plan.starts.tolist()
-    for unit, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    equal = [indices.numel() * n // units for n in range(units + 1)]
+    starts = equal if plan.starts.is_meta else plan.starts.tolist()  # meta tensors, to be metered, have no numbers
+    for unit, (start, end) in enumerate(pairwise(starts)):
         if end > start:
             yield unit, plan.order[start:end], plan.tokens[start:end]
 
