@@ -3,8 +3,8 @@
     y^ = sum_t a_t (x V_t^T) U_t + b [+ x S],   a = TopK(relu(x E^T + b_E), K),   V_t [r_t, d_in],  U_t [r_t, d_out]
 
 A transform is a linear map of rank ``r_t``, and a token uses few of them. The post's ranks are 512, 256, 128, 64 and
-32, each for twice as many transforms as the rank before. With rank 1 alone the layer is a transcoder of bilinear features,
-``a_t (x . v_t) u_t``; with rank 32 alone it is that of EleutherAI's clt-training.
+32, each for twice as many transforms as the rank before. With rank 1 alone the layer is a transcoder of bilinear
+features, ``a_t (x . v_t) u_t``; with rank 32 alone, the transforms of EleutherAI's clt-training.
 """
 
 import bisect
@@ -160,23 +160,23 @@ class MOLT(ReplacementLayer):
                 yield rank, slice(unit, unit + count), slice(self._firsts[unit], self._firsts[unit + count])
             unit += count
 
-    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens total_rank"]:
-        return x @ self.down.T
+    def _hidden(self, x: Float[Tensor, "tokens d_in"]) -> Float[Tensor, "tokens d_in"]:
+        return x  # transforms are linear
 
     def _decode(
-        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens total_rank"] | None
+        self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens d_in"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         rest = self.bias if self.skip is None else torch.addmm(self.bias, x, self.skip)
         if hidden is not None:
-            return code_product(code, self._outputs(hidden[:1].sum(0))) + rest
+            return code_product(code, self._outputs(hidden[:1].sum(0))) + rest  # one for all tokens
         if code.all_units:
             return self._of_all_units(x, code.activations) + rest
         sparse = (code.activations, code.indices, self.down, self.up, self._firsts, code.selection)
         return low_rank_mixture(x, *sparse) + rest
 
-    def _outputs(self, hidden: Float[Tensor, " total_rank"]) -> Float[Tensor, "units d_out"]:
-        """Return what each transform adds for one hidden state."""
-        outputs = []
+    def _outputs(self, x: Float[Tensor, " d_in"]) -> Float[Tensor, "units d_out"]:
+        """Return what each transform makes of one input."""
+        hidden, outputs = self.down @ x, []
         for rank, _, rows in self._groups():
             state, up = (part[rows].unflatten(0, (-1, rank)) for part in (hidden, self.up))
             outputs.append(torch.einsum("nr,nro->no", state, up))
