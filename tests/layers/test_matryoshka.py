@@ -6,12 +6,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape, parse_layer, size
 from mxd.layers.losses import normalized_mse
 from mxd.layers.objective import forward_backward
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.share.formats.base import Outgoing
 
 D, UNITS, GROUPS, ENDS = 6, 16, (0.125, 0.25, 0.625), (2, 6, 16)
 FORMS = {
@@ -137,3 +139,27 @@ def test_widths_labels_slugs_and_counts():
     assert TranscoderConfig(skip=True, groups=GROUPS).label == "M-STC"
     assert TopKSAEConfig(groups=GROUPS).label == "M-SAE"
     assert {name for name, cls in LAYERS.items() if "groups" in cls.model_fields} == {"transcoder", "topk_sae"}
+
+
+def test_what_other_tools_are_told_names_the_groups(randomise):
+    """Their files hold the function, which is that of any transcoder."""
+    told = Provenance(model="m", revision=None, block=0, fingerprint="f")
+    notes = [
+        Outgoing(
+            build(
+                {
+                    "method": "transcoder",
+                    "d_in": D,
+                    "d_out": D,
+                    "num_units": UNITS,
+                    "groups": groups,
+                    "sparsity": {"kind": "topk", "k": 4},
+                },
+                randomise,
+            ),
+            told,
+        ).note
+        for groups in ((), GROUPS)
+    ]
+    assert "groups" not in notes[0]
+    assert notes[1]["groups"] == list(GROUPS)
