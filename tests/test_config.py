@@ -13,7 +13,9 @@ CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
 SHAPES = {
     "tiny": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-experts": MLPShape(128, 128, 512, "gelu_tanh", False),
+    "tiny-mumoe": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-floor": MLPShape(128, 128, 512, "gelu_tanh", False),
+    "tiny-rivals": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-compare": MLPShape(128, 128, 352, "silu", True),
     "smollm2-135m": MLPShape(576, 576, 1536, "silu", True),
     "gpt2": MLPShape(768, 768, 3072, "gelu_tanh", False),

@@ -31,6 +31,7 @@ VARIANTS = {
     "mxd-relu": {"method": "mxd", "activation": "relu", "hidden": 3},
     "transcoder": {"method": "transcoder"},
     "transcoder-skip": {"method": "transcoder", "skip": True},
+    "transcoder-groups": {"method": "transcoder", "groups": (0.25, 0.25, 0.5)},
     "cp_mumoe": {"method": "cp_mumoe"},
     "cp_mumoe-glu": {"method": "cp_mumoe", "glu": True, "activation": "gelu", "rank": 3},
     "cp_mumoe-bias": {"method": "cp_mumoe", "expert_bias": True, "start": "replicate"},
@@ -58,10 +59,13 @@ VARIANTS = {
     "mov-glu": {"method": "mov", "glu": True, "activation": "silu"},
     "linear": {"method": "linear", "num_units": 1},
     "low_rank": {"method": "low_rank", "num_units": 1, "rank": 3},
+    "molt": {"method": "molt"},
+    "molt-skip-rank-1": {"method": "molt", "rank": 1, "skip": True},
+    "molt-rank-3": {"method": "molt", "rank": 3, "halvings": 0},
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
-ALL_KINDS = ("mxd", "transcoder")
+ALL_KINDS = ("mxd", "transcoder", "molt")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
 
 

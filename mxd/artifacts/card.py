@@ -34,6 +34,11 @@ TAGS = {
     "PEER": ("peer", "mixture-of-experts", "product-keys"),
     "SMoE": ("mixture-of-experts",),
     "MoV": ("mixture-of-vectors",),
+    "M-TC": ("transcoder", "matryoshka"),
+    "M-STC": ("transcoder", "skip-transcoder", "matryoshka"),
+    "M-SAE": ("sparse-autoencoder", "matryoshka"),
+    "MOLT": ("mixture-of-linear-transforms",),
+    "SMOLT": ("mixture-of-linear-transforms",),
 }
 """Tags that people search for; other methods are tagged with their label."""
 

@@ -45,6 +45,7 @@ class SparseLayer(nn.Module):
     mov         y = ((a C) * z) D + b
     linear      y = x S + b
     low_rank    y = (x A) B + b
+    molt        y = sum_t a_t (x V_t^T) U_t + b, plus x S with a skip; the rows of all V lie one below the other
 
     With ``bos_radius``, the output is a stored constant where the input is that of BOS in position 0, up to this
     distance, relative to its norm.
@@ -208,18 +209,40 @@ class SparseLayer(nn.Module):
         kept = deviations >= deviations.amax(-1, keepdim=True).clamp_max(threshold)
         return scores.masked_fill(~kept, -torch.inf).softmax(-1)
 
+    def molt(self, rows: Tensor) -> Tensor:
+        """Return the output of a mixture of low-rank linear transforms: ranks halve while their numbers double."""
+        units, ranks = self.gate.shape[0], [self.spec["rank"] >> step for step in range(self.spec["halvings"] + 1)]
+        ranks = [rank for rank in ranks if rank]
+        whole = 2 ** len(ranks) - 1
+        ends = [(2 * units * (2**group - 1) + whole) // (2 * whole) for group in range(len(ranks) + 1)]
+        counts = torch.tensor(ends).diff()
+        owner = torch.arange(units).repeat_interleave(torch.tensor(ranks).repeat_interleave(counts)).to(rows.device)
+        values, listed = self.code(rows, self.gate, self.gate_bias)
+        activation = values if listed is None else values.new_zeros(len(rows), units).scatter(1, listed, values)
+        out = (activation[:, owner] * (rows @ self.down.T)) @ self.up + self.bias
+        return out + rows @ self.skip if "skip" in self.spec["shapes"] else out
+
     def active(
         self, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, sparsity: dict[str, Any] | None = None
     ) -> Tensor:
         """Return ``a @ table``, where ``a`` are the active units' activations and the table has a row for each unit."""
+        values, units = self.code(x, weight, bias, sparsity)
+        if units is None:
+            return values @ table
+        return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
+
+    def code(
+        self, x: Tensor, weight: Tensor, bias: Tensor, sparsity: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the active units' activations and their numbers; without numbers, the activations of all units."""
         sparsity, scores = sparsity or self.spec["sparsity"], F.linear(x, weight, bias)
         kind, activation = sparsity["kind"], scores.relu()
         if kind == "topk_softmax":
             values, units = scores.topk(sparsity["k"])
-            return F.embedding_bag(units, table, per_sample_weights=values.softmax(-1), mode="sum")
+            return values.softmax(-1), units
         if kind in ("topk", "random_k"):
             values, units = activation.topk(sparsity["k"])
-            return F.embedding_bag(units, table, per_sample_weights=values, mode="sum")
+            return values, units
         if kind in ("softmax", "entmax"):
             activation = self.shares(scores)
         elif kind == "group_max":
@@ -228,7 +251,7 @@ class SparseLayer(nn.Module):
             activation = (groups * best).flatten(-2)
         elif kind in ("jumprelu", "batch_topk"):
             activation = activation * (activation > self.sparsity_threshold)
-        return activation @ table
+        return activation, None
 
     def project(self, x: Tensor, factor: Tensor) -> Tensor:
         """Return ``z @ factor``; where experts have biases, ``factor`` has a row more, for a hidden unit that is 1."""
@@ -277,6 +300,7 @@ FORWARDS = {
     "mov": SparseLayer.mov,
     "linear": SparseLayer.linear,
     "low_rank": SparseLayer.low_rank,
+    "molt": SparseLayer.molt,
 }
 """Method -> the function that computes its output."""
 

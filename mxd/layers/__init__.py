@@ -13,6 +13,7 @@ from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, 
 from mxd.layers.gates import Code, Gate, PairCode
 from mxd.layers.linear import LinearConfig, LowRankConfig
 from mxd.layers.moe import MoEConfig
+from mxd.layers.molt import MOLTConfig
 from mxd.layers.monet import MonetConfig
 from mxd.layers.mov import MoVConfig
 from mxd.layers.mumoe import CPMuMoEConfig
@@ -41,6 +42,7 @@ LAYERS: dict[str, type[ReplacementConfig]] = {
     "mov": MoVConfig,
     "linear": LinearConfig,
     "low_rank": LowRankConfig,
+    "molt": MOLTConfig,
 }
 
 AnyReplacement = Annotated[
@@ -57,7 +59,8 @@ AnyReplacement = Annotated[
     | SMoEConfig
     | MoVConfig
     | LinearConfig
-    | LowRankConfig,
+    | LowRankConfig
+    | MOLTConfig,
     Field(discriminator="method"),
 ]
 

@@ -81,9 +81,7 @@ class ReplacementLayer(nn.Module, ABC):
         """
         rows = self._rows(x)
         states = None if hidden is None else hidden.to(rows).expand(len(rows), -1)
-        out = self._decode(rows, code.reshape(rows.shape[:1]), states)
-        if self.bos_out is not None:
-            out = torch.where(self._at_bos(rows).unsqueeze(-1), self.bos_out, out)
+        out = self._or_constant(rows, self._decode(rows, code.reshape(rows.shape[:1]), states))
         return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
 
     def hidden(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch width"]:
@@ -248,6 +246,14 @@ class ReplacementLayer(nn.Module, ABC):
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens width"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         """Decode rows, given their hidden states; ``None``: those of ``x``, as far as the code needs them."""
+
+    def _or_constant(
+        self, rows: Float[Tensor, "tokens d_in"], out: Float[Tensor, "tokens d_out"]
+    ) -> Float[Tensor, "tokens d_out"]:
+        """Return outputs with the stored constant at BOS."""
+        if self.bos_out is None:
+            return out
+        return torch.where(self._at_bos(rows).unsqueeze(-1), self.bos_out, out)
 
     def _at_bos(self, rows: Float[Tensor, "tokens d_in"]) -> Bool[Tensor, " tokens"]:
         if self.bos_in is None:

@@ -175,10 +175,7 @@ class ReplacementConfig(BaseModel, ABC):
         per_unit = two - one
         units = self.sparsity.nearest_units(round((budget - one) / per_unit) + 1)
         if units < 1:
-            raise MxdError(
-                f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
-                f"({one - per_unit:,}); raise sizing.expansion."
-            )
+            raise self.unpaid(budget, one - per_unit)
         return self.grown(units)
 
     def grown(self: C, units: int) -> C:
@@ -188,6 +185,18 @@ class ReplacementConfig(BaseModel, ABC):
     def paper_sized(self: C, width: int) -> C:
         """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features."""
         return self.model_copy(update={"num_units": self.paper_units(width)})
+
+    def unpaid(self, budget: int, shared: int) -> MxdError:
+        """Return the error of a budget that does not pay for what all units share.
+
+        Args:
+            budget: number of parameters.
+            shared: those that no unit owns.
+        """
+        return MxdError(
+            f"{self.label}: a budget of {budget:,} parameters does not pay for the part its units share "
+            f"({shared:,}); raise sizing.expansion."
+        )
 
     @property
     def slug(self) -> str:

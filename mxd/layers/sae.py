@@ -12,13 +12,13 @@ from jaxtyping import Float
 from pydantic import model_validator
 from torch import Tensor
 
-from mxd.layers.config import MLPShape, ReplacementConfig
+from mxd.layers.config import MLPShape
 from mxd.layers.gates import Code
 from mxd.layers.sizing import transcoder_params
-from mxd.layers.transcoder import FeatureLayer
+from mxd.layers.transcoder import FeatureConfig, FeatureLayer
 
 
-class TopKSAEConfig(ReplacementConfig):
+class TopKSAEConfig(FeatureConfig):
     """Sparse autoencoder of the MLP's output; its units read what the base MLP wrote."""
 
     method: Literal["topk_sae"] = "topk_sae"
@@ -34,8 +34,8 @@ class TopKSAEConfig(ReplacementConfig):
 
     @property
     def label(self) -> str:
-        """SAE."""
-        return "SAE"
+        """SAE, or M-SAE with groups."""
+        return self.nested_label("SAE")
 
     @property
     def layer_params(self) -> int:

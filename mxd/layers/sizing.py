@@ -31,7 +31,8 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
         match: ``exact`` counts the true parameters of both; ``paper`` follows the conventions of the paper's table 2.
 
     Raises:
-        MxdError: the budget is too small, or K is larger than the number of units found.
+        MxdError: the budget is too small, or K is larger than the number of units found, or they cannot be divided as
+            the config asks.
     """
     if config.num_units is not None and getattr(config, config.solves) is not None:
         return config
@@ -50,4 +51,7 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     k = config.sparsity.max_k
     if k is not None and k > units:
         raise MxdError(f"{config.label}: k = {k} is more than its {units} units; lower k or raise sizing.expansion.")
-    return type(config).model_validate(config.model_dump() | {"num_units": units})
+    try:
+        return type(config).model_validate(config.model_dump() | {"num_units": units})
+    except ValueError as error:
+        raise MxdError(f"{config.label}: {error}") from error

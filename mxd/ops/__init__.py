@@ -1,11 +1,14 @@
 """The hot path: pure functions on tensors, no modules and no configuration.
 
 ``topk_linear`` and ``sparse_decode`` never build the dense ``[tokens, units]`` code; their backward passes cost
-``O(tokens * K * d)``. ``reference`` holds the same functions in plain dense PyTorch, the oracle of the tests.
+``O(tokens * K * d)``. ``low_rank_mixture`` and ``nested_decode`` stand on them. ``reference`` holds the same functions
+in plain dense PyTorch, the oracle of the tests.
 """
 
 from mxd.ops.cutoff import kth_largest
 from mxd.ops.experts import bilinear, grouped_linear
+from mxd.ops.low_rank import low_rank_mixture, sparse_dot, tokens_by_unit
+from mxd.ops.nested import nested_decode
 from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
@@ -27,8 +30,12 @@ __all__ = [
     "grouped_linear",
     "kth_largest",
     "linear_at",
+    "low_rank_mixture",
     "metered_as",
+    "nested_decode",
     "sparse_decode",
+    "sparse_dot",
+    "tokens_by_unit",
     "topk_linear",
     "use_triton",
 ]

@@ -1,5 +1,7 @@
 """Dense reference of the sparse operations: slow, obvious, differentiated by autograd. Used as the tests' oracle."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -66,3 +68,47 @@ def linear_at(
         indices: the numbers of the units.
     """
     return torch.relu(x @ weight.T + bias).gather(1, indices)
+
+
+def low_rank_mixture(
+    x: Float[Tensor, "tokens d_in"],
+    values: Float[Tensor, "tokens k"],
+    indices: Int[Tensor, "tokens k"],
+    down: Float[Tensor, "rows d_in"],
+    up: Float[Tensor, "rows d_out"],
+    firsts: Sequence[int],
+) -> Float[Tensor, "tokens d_out"]:
+    """Return ``sum_n a_n (x V_n^T) U_n`` for the dense code ``a`` that holds ``values`` at ``indices``.
+
+    Args:
+        x: inputs.
+        values: activations of the listed units.
+        indices: the numbers of these units.
+        down: the rows of all V.
+        up: the rows of all U.
+        firsts: where each unit's rows begin, followed by the number of rows.
+    """
+    ranks = torch.tensor(firsts, device=x.device).diff()
+    owner = torch.arange(len(ranks), device=x.device).repeat_interleave(ranks)
+    dense = values.new_zeros(len(values), len(ranks)).scatter_add(1, indices, values)
+    return (dense[:, owner] * (x @ down.T)) @ up
+
+
+def nested_decode(
+    values: Float[Tensor, "tokens k"],
+    indices: Int[Tensor, "tokens k"],
+    levels: Int[Tensor, "tokens k"],
+    weight: Float[Tensor, "units d_out"],
+    count: int,
+) -> Float[Tensor, "tokens {count} d_out"]:
+    """Return ``sparse_decode`` of the entries of each level.
+
+    Args:
+        values: activations of the listed units.
+        indices: the numbers of these units.
+        levels: the level of each entry.
+        weight: one row per unit.
+        count: number of levels.
+    """
+    parts = [sparse_decode(values * (levels == level), indices, weight) for level in range(count)]
+    return torch.stack(parts, 1)

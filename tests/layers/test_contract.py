@@ -430,7 +430,7 @@ def test_inherit_fills_only_what_is_open(config, mlp):
     assert bare.d_in == (60 if bare.reads == "mlp_in" else 50)
     left = {name for name in type(bare).model_fields if getattr(bare, name) is None}
     assert left == {"linear": set(), "low_rank": {"num_units", "rank"}}.get(config.method, {"num_units", bare.solves})
-    assert None not in dict(bare.sized(100_000)).values()
+    assert None not in bare.sized(100_000).model_dump().values()
 
 
 def test_an_unknown_field_is_an_error(config):

@@ -15,7 +15,13 @@ PYTHIA_410M = MLPShape(1024, 1024, 4096, "gelu", False)
 PYTHIA_1B4 = MLPShape(2048, 2048, 8192, "gelu", False)
 LLAMA_3B = MLPShape(3072, 3072, 8192, "silu", True)
 BASES = {"gpt2": GPT2, "pythia-410m": PYTHIA_410M, "pythia-1.4b": PYTHIA_1B4, "llama-3.2-3b": LLAMA_3B}
-METHODS = [(name, {}) for name in GENERAL] + [("transcoder", {"skip": True}), ("cp_mumoe", {"rank_share": 2.0})]
+AFFINE = [name for name in GENERAL if name != "molt"]
+METHODS = [(name, {}) for name in AFFINE] + [
+    ("transcoder", {"skip": True}),
+    ("cp_mumoe", {"rank_share": 2.0}),
+    ("molt", {"rank": 32, "halvings": 0}),
+]
+"""Those whose units all cost the same."""
 
 
 @pytest.mark.parametrize(

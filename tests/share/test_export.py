@@ -34,7 +34,10 @@ from mxd.share.export import export_checkpoints, export_model
 from mxd.splice import splice, spliced
 
 KINDS = [kind for kind in get_args(get_args(AnySparsity)[0]) if kind.general]
-VARIANTS = {name: {"method": name} for name in GENERAL} | {"transcoder-skip": {"method": "transcoder", "skip": True}}
+VARIANTS = {name: {"method": name} for name in GENERAL} | {
+    "transcoder-skip": {"method": "transcoder", "skip": True},
+    "molt-skip": {"method": "molt", "skip": True, "rank": 3},
+}
 OWN = {
     "monet": {"kind": "product_topk", "heads": 2, "k": 3},
     "monet-vd": {"kind": "product_quantile", "heads": 2, "k": 3},

@@ -41,7 +41,11 @@ class BatchTopKConfig(SparsityConfig):
         return f"batchk{self.k}"
 
     def check_units(self, units: int) -> None:
-        """As ``SparsityConfig.check_units``: K of them are needed."""
+        """As ``SparsityConfig.check_units``: K of them are needed.
+
+        Raises:
+            ValueError: there are fewer.
+        """
         if self.k > units:
             raise ValueError(f"k = {self.k} is more than num_units = {units}; lower k or raise num_units")
 

@@ -38,7 +38,11 @@ class GroupMaxConfig(SparsityConfig):
         return round(units / self.k) * self.k
 
     def check_units(self, units: int) -> None:
-        """As ``SparsityConfig.check_units``: groups are equal."""
+        """As ``SparsityConfig.check_units``: groups are equal.
+
+        Raises:
+            ValueError: they cannot be.
+        """
         super().check_units(units)
         if units % self.k:
             near = self.nearest_units(units)

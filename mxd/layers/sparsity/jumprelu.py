@@ -52,12 +52,20 @@ class JumpReLUConfig(SparsityConfig):
         return self.l0 is not None
 
     def check_units(self, units: int) -> None:
-        """As ``SparsityConfig.check_units``."""
+        """As ``SparsityConfig.check_units``: as many as are to be active are needed.
+
+        Raises:
+            ValueError: there are fewer.
+        """
         if self.l0 is not None and self.l0 > units:
             raise ValueError(f"l0 = {self.l0:g} is more than num_units = {units}; lower l0 or raise num_units")
 
     def check_trainable(self) -> None:
-        """As ``SparsityConfig.check_trainable``."""
+        """As ``SparsityConfig.check_trainable``.
+
+        Raises:
+            ValueError: ``l0`` is not set.
+        """
         if self.l0 is None:
             raise ValueError(
                 "jumprelu without l0 is for imported layers; to train one, set sparsity.l0 to the number of units that "

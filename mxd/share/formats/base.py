@@ -95,7 +95,9 @@ class Outgoing:
     @property
     def note(self) -> dict[str, Any]:
         """What mxd leaves in the tool's config, for people and for its own importer."""
-        return {"provenance": self.provenance.model_dump(mode="json"), "loss": dict(self.loss)}
+        groups = self.layer.config.groups  # of a Matryoshka transcoder: its function is that of any other
+        nested = {"groups": list(groups)} if groups else {}
+        return {"provenance": self.provenance.model_dump(mode="json"), "loss": dict(self.loss), **nested}
 
 
 @dataclass(frozen=True)
