@@ -51,7 +51,9 @@ Step = Callable[[], object]
 
 def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype, x: Tensor, y: Tensor) -> Step:
     """A step as `mxd train` takes it, but for freed memory."""
-    training = TrainingConfig(tokens=TOKENS, warmup_steps=0, candidates=candidates)
+    training = TrainingConfig(
+        tokens=TOKENS, batch_tokens=TOKENS, buffer_tokens=TOKENS, warmup_steps=0, candidates=candidates
+    )
     trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), training)
     return lambda: train_step(trainee, x, y, training, 0)
 

@@ -365,7 +365,7 @@ def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
     return splice.prediction.report() | ablated | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
 
 
-def _cost(config: ReplacementConfig, l0: float) -> dict[str, float]:
+def _cost(config: ReplacementConfig, l0: float) -> dict[str, int | float]:
     """Return a layer's size and the work it does for a token."""
     return {
         "params": config.num_params,

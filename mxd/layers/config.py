@@ -184,7 +184,7 @@ class ReplacementConfig(BaseModel, ABC):
 
     def paper_sized(self: C, width: int) -> C:
         """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features."""
-        return self.model_copy(update={"num_units": self.paper_units(width)})
+        return self.model_copy(update={"num_units": self.sparsity.nearest_units(self.paper_units(width))})
 
     def unpaid(self, budget: int, shared: int) -> MxdError:
         """Return the error of a budget that does not pay for what all units share.

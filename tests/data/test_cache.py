@@ -964,7 +964,7 @@ def state_of(folder):
     tensors = {f"{path.parent.name}/{name}": t for path in paths for name, t in load_file(path).items()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        del line["seconds"], line["tokens_per_second"]
+        del line["seconds"], line["tokens_per_second"], line["step_seconds"]
     return tensors, lines
 
 

