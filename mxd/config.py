@@ -135,16 +135,18 @@ RECIPES = {
     "paper": Recipe(lr=1e-4, warmup_steps=5000),
     "short": Recipe(lr=1e-3, warmup_share=0.1),
     "fast": Recipe(lr=2.2e-3, warmup_share=0.05, decay=True, batch_tokens=1024, initialisation="centred"),
+    "scaled": Recipe(lr=4e-3, warmup_share=0.05, decay=True, batch_tokens=1024, initialisation="centred", scaled=True),
 }
 """``paper``: MxD, section 3.1, made for 117,000 steps. ``short``: the same for runs of some hundred to some thousand
-steps. ``fast``: about the error of ``short`` from a third of its tokens, with more dead units (docs/recipes.md)."""
+steps. ``fast``: about the error of ``short`` from a third of its tokens, with more dead units. ``scaled``: the same on
+scaled activations, with a rate that then suits every model (docs/recipes.md)."""
 
 
 class TrainingConfig(Settings):
     """How replacements are trained."""
 
-    recipe: Literal["paper", "short", "fast"] = "paper"
-    """Named settings; ``lr``, ``warmup_steps``, ``decay``, ``batch_tokens`` and ``initialisation`` override them."""
+    recipe: Literal["paper", "short", "fast", "scaled"] = "paper"
+    """Named settings; the fields below override them one by one."""
     tokens: PositiveInt = 480_000_000
     """Token activations to train on."""
     batch_tokens: PositiveInt = 4096

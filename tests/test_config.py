@@ -12,6 +12,7 @@ from mxd.layers import MLPShape, size
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
 SHAPES = {
     "tiny": MLPShape(128, 128, 512, "gelu_tanh", False),
+    "frontier": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-experts": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-mumoe": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-floor": MLPShape(128, 128, 512, "gelu_tanh", False),
