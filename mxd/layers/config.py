@@ -120,8 +120,8 @@ class ReplacementConfig(BaseModel, ABC):
         Args:
             l0: units active for a token, on average.
         """
-        one, two = (self.model_copy(update={"num_units": n}).layer_params for n in (1, 2))
-        return one + (l0 - 1) * (two - one)
+        shared = self.model_copy(update={"num_units": 0}).layer_params
+        return shared + l0 * (self.layer_params - shared) / (self.num_units or 1)
 
     @property
     def needs_covariance(self) -> bool:

@@ -63,6 +63,14 @@ class TableConfig(ExpertConfig):
         """Number of the parameters of the levels' gates, biases included."""
         return sum(self.sizes) * ((self.d_in or 0) + 1)
 
+    def active_params(self, l0: float) -> float:
+        """As ``ReplacementConfig.active_params``; in a hierarchy each level has K active, whatever ``l0``."""
+        if not isinstance(self.sparsity, LevelsConfig):
+            return super().active_params(l0)
+        levels = zip(self.sizes, self.columns, self.sparsity.levels, strict=True)
+        idle = sum((size - level.k) * ((self.d_in or 0) + 1 + columns) for size, columns, level in levels)
+        return float(self.layer_params - idle)
+
     @property
     def neutral(self) -> bool:
         """Whether the experts of further levels begin without an effect, so that a layer begins as one of one level."""

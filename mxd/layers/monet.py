@@ -92,6 +92,12 @@ class MonetConfig(ReplacementConfig):
         of_all = self.layer_params - self.router_params - (self.d_out or 0)
         return self.num_params + (self.keys - 1) * of_all
 
+    def active_params(self, l0: float) -> float:
+        """As ``ReplacementConfig.active_params``: the router, and the halves that all heads choose, whatever ``l0``."""
+        chosen = min(self.keys, self.heads * (cast(HalvesConfig, self.sparsity).k or 0))
+        shared = self.router_params + (self.d_out or 0)
+        return shared + chosen * (self.layer_params - shared) / self.keys
+
     @model_validator(mode="after")
     def _check_halves(self) -> "MonetConfig":
         k = cast(HalvesConfig, self.sparsity).k
