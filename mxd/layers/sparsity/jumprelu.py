@@ -83,9 +83,9 @@ class JumpReLU(Sparsity):
     ``d a / d p = (p > threshold)``.
 
     So the loss teaches thresholds how they are to differ, and L0 says how high they are to be: after each step all move
-    by ``GAIN log(L0 / l0)`` of their mean, with the L0 of that step, but not below zero. The papers have a penalty on L0
-    in its place; Adam follows one too slowly to meet a target in short runs, and goes past it. With ``l0: null`` nothing
-    is held.
+    by ``GAIN log(L0 / l0)`` of their mean, with the L0 of that step, but not below zero. The papers have a penalty on
+    L0 in its place; Adam follows one too slowly to meet a target in short runs, and goes past it. With ``l0: null``
+    nothing is held.
     """
 
     def __init__(self, units: int, config: JumpReLUConfig) -> None:
