@@ -57,6 +57,7 @@ VARIANTS = {
     "smoe": {"method": "smoe", "expert_width": 3},
     "mov": {"method": "mov"},
     "mov-glu": {"method": "mov", "glu": True, "activation": "silu"},
+    "mov-bias": {"method": "mov", "expert_bias": True},
     "linear": {"method": "linear", "num_units": 1},
     "low_rank": {"method": "low_rank", "num_units": 1, "rank": 3},
     "molt": {"method": "molt"},

@@ -95,9 +95,7 @@ class SparseLayer(nn.Module):
     def moe(self, rows: Tensor) -> Tensor:
         """Return the output of a mixture of unfactorised experts, which are few."""
         each = self.active(rows, self.gate, self.gate_bias, torch.eye(len(self.gate)).to(self.gate))
-        hidden, out = self.hidden(rows), self.bias.expand(len(rows), -1).clone()
-        if self.spec["expert_bias"]:
-            hidden = F.pad(hidden, (0, 1), value=1.0)
+        hidden, out = self.inputs(rows), self.bias.expand(len(rows), -1).clone()
         for activations, expert in zip(each.T, self.experts, strict=True):
             at = activations.nonzero().squeeze(1)
             out[at] += activations[at].unsqueeze(1) * (hidden[at] @ expert)
@@ -115,7 +113,7 @@ class SparseLayer(nn.Module):
     def mov(self, rows: Tensor) -> Tensor:
         """Return the output of a mixture of (IA)^3 vectors."""
         experts = self.active(rows, self.gate, self.gate_bias, self.expert_scale)
-        return (experts * self.hidden(rows)) @ self.decoder + self.bias
+        return (experts * self.inputs(rows)) @ self.decoder + self.bias
 
     def linear(self, rows: Tensor) -> Tensor:
         """Return the output of a linear map."""
@@ -257,6 +255,11 @@ class SparseLayer(nn.Module):
         """Return ``z @ factor``; where experts have biases, ``factor`` has a row more, for a hidden unit that is 1."""
         z = self.hidden(x)
         return z @ factor[:-1] + factor[-1] if self.spec["expert_bias"] else z @ factor
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return ``z``, followed by 1 where experts have biases."""
+        z = self.hidden(x)
+        return F.pad(z, (0, 1), value=1.0) if self.spec["expert_bias"] else z
 
     def shares(self, scores: Tensor) -> Tensor:
         """Return shares of the units that sum to 1: softmax or entmax of normalised scores."""

@@ -1,5 +1,6 @@
 """A replacement layer's frozen configuration, and what it is made from: the base MLP's shape, weights and moments."""
 
+import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,17 @@ class Covariance:
     """Covariance of the MLP's outputs."""
 
 
+def transcoder_params(d_in: int, d_out: int, width: int) -> int:
+    """Return the number of parameters of a transcoder: encoder, its biases, decoder, output bias.
+
+    Args:
+        d_in: width of its input.
+        d_out: width of its output.
+        width: number of features.
+    """
+    return width * (d_in + 1) + width * d_out + d_out
+
+
 class ReplacementConfig(BaseModel, ABC):
     """Fields common to all methods. ``None`` means: take it from the base MLP, or size it to the budget."""
 
@@ -74,6 +86,8 @@ class ReplacementConfig(BaseModel, ABC):
     """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""
     kinds: ClassVar[tuple[str, ...]] = ()
     """The kinds of sparsity the method works with; empty: all that are ``general``."""
+    inherits: ClassVar[tuple[str, ...]] = ()
+    """The fields that ``resolve`` takes from the base MLP, besides the widths."""
     solves: ClassVar[str] = "num_units"
     """The field that ``sized`` solves for; it is open until then."""
 
@@ -128,13 +142,26 @@ class ReplacementConfig(BaseModel, ABC):
         """Whether ``ReplacementLayer.initialise`` asks for a ``Covariance``."""
         return self.sparsity.needs_covariance
 
-    @abstractmethod
-    def resolve(self, mlp: MLPShape) -> "ReplacementConfig":
-        """Return a copy whose open fields are taken from the base MLP (all but ``num_units``)."""
+    def resolve(self: C, mlp: MLPShape) -> C:
+        """Return a copy whose open fields are taken from the base MLP (all but ``num_units``).
 
-    @abstractmethod
-    def paper_units(self, width: int) -> int:
-        """Return the number of units by the MxD paper's convention, against a transcoder of ``width`` features."""
+        Raises:
+            MxdError: one of them could not be read from the base MLP and the config does not state it.
+        """
+        known = {name: getattr(mlp, name) for name in self.inherits}
+        for name, value in known.items():
+            if getattr(self, name) is None and value is None:
+                raise MxdError(
+                    f"{self.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
+                )
+        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
+
+    def paper_units(self, width: int) -> int | None:
+        """Return the number of units by the MxD paper's convention, against a transcoder of ``width`` features.
+
+        ``None``, as here, where it states no convention.
+        """
+        return None
 
     @abstractmethod
     def _make(self) -> "ReplacementLayer":
@@ -161,8 +188,8 @@ class ReplacementConfig(BaseModel, ABC):
     def sized(self: C, budget: int) -> C:
         """Return a copy with the number of units whose true parameter count is nearest to ``budget``.
 
-        A stored constant is not part of the budget. This solves for ``num_units``: the count is affine in it, so two
-        evaluations determine it. A method where it is not (product keys, hierarchies) solves for a field of its own.
+        A stored constant is not part of the budget. This solves for ``num_units``, by bisection, since the count grows
+        with it; a method whose units come in other steps (product keys, hierarchies) says what it grows by (``grown``).
         Where the sparsity takes only multiples of some number of units, it is the nearest of these.
 
         Args:
@@ -171,20 +198,33 @@ class ReplacementConfig(BaseModel, ABC):
         Raises:
             MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
         """
-        one, two = (self.grown(n).learned_params for n in (1, 2))
-        per_unit = two - one
-        units = self.sparsity.nearest_units(round((budget - one) / per_unit) + 1)
+
+        def params(units: int) -> int:
+            return self.grown(units).learned_params
+
+        above = 1
+        while params(above) < budget:
+            above *= 2
+        enough = bisect.bisect_left(range(above), budget, key=params)
+        nearest = min((max(enough - 1, 0), enough), key=lambda units: abs(params(units) - budget))
+        units = self.sparsity.nearest_units(nearest)
         if units < 1:
-            raise self.unpaid(budget, one - per_unit)
+            raise self.unpaid(budget, params(0))
         return self.grown(units)
 
     def grown(self: C, units: int) -> C:
-        """Return a copy with ``units`` of what ``sized`` solves for: units, or experts of the first level."""
+        """Return a copy with ``units`` of what ``sized`` solves for: units, keys, or experts of the first level."""
         return self.model_copy(update={"num_units": units})
 
     def paper_sized(self: C, width: int) -> C:
-        """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features."""
-        return self.model_copy(update={"num_units": self.sparsity.nearest_units(self.paper_units(width))})
+        """Return a copy sized by the MxD paper's convention, against a transcoder of ``width`` features.
+
+        Where it states none, to the transcoder's true parameters.
+        """
+        units = self.paper_units(width)
+        if units is None:
+            return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width))
+        return self.model_copy(update={"num_units": self.sparsity.nearest_units(units)})
 
     def unpaid(self, budget: int, shared: int) -> MxdError:
         """Return the error of a budget that does not pay for what all units share.

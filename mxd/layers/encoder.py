@@ -4,7 +4,7 @@ z = phi(x E^T + b_E)                                        MLP
 z = psi(x E_glu^T + b_glu) * (x E^T + b_E)                  GLU (MxD, section 2.5)
 """
 
-from typing import TypeVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
 from mxd.layers.base import linear_init, zeros
-from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, MLPWeights, ReplacementConfig
-
-C = TypeVar("C", bound="EncodedConfig")
-R = TypeVar("R", bound=ReplacementConfig)
+from mxd.layers.config import ACTIVATIONS, Activation, MLPWeights, ReplacementConfig
 
 
 class EncodedConfig(ReplacementConfig):
     """Fields of the methods that have a dense encoder."""
+
+    inherits: ClassVar[tuple[str, ...]] = ("hidden", "activation", "glu")
 
     hidden: PositiveInt | None = None
     """Width of the dense encoder; the base MLP's width by default."""
@@ -33,40 +32,6 @@ class EncodedConfig(ReplacementConfig):
     def encoder_params(self) -> int:
         """Number of the encoder's parameters, biases included."""
         return (2 if self.glu else 1) * (self.hidden or 0) * ((self.d_in or 0) + 1)
-
-    @property
-    def unfactorised_params(self) -> int:
-        """Parameters of as many experts with a matrix ``[hidden, d_out]`` each, that share encoder and gate."""
-        d, o, n, h = (v or 0 for v in (self.d_in, self.d_out, self.num_units, self.hidden))
-        return self.encoder_params + n * (d + 1) + n * h * o + o
-
-    def resolve_encoder(self: C, mlp: MLPShape) -> C:
-        """Return a copy with widths, activation and encoder form taken from the base MLP.
-
-        Raises:
-            MxdError: the base MLP's form could not be read and the config does not state it.
-        """
-        return inherit(self, mlp, "hidden", "activation", "glu")
-
-
-def inherit(config: R, mlp: MLPShape, *names: str) -> R:
-    """Return a copy of a config with the widths, and fields named alike, taken from the base MLP.
-
-    Args:
-        config: the config; fields that it states stay.
-        mlp: the base MLP's shape.
-        names: the fields, besides the widths.
-
-    Raises:
-        MxdError: one of them could not be read from the base MLP and the config does not state it.
-    """
-    known = {name: getattr(mlp, name) for name in names}
-    for name, value in known.items():
-        if getattr(config, name) is None and value is None:
-            raise MxdError(
-                f"{config.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
-            )
-    return config.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
 
 
 class DenseEncoder(nn.Module):

@@ -7,19 +7,14 @@ a last element 1 (muMoE, section 3), so that each ``W_n`` has one more row: the 
 """
 
 from abc import abstractmethod
-from typing import TypeVar
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
-from mxd.layers.config import MLPShape
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 from mxd.layers.gates import Gate, LinearGate
-from mxd.layers.sizing import transcoder_params
-
-C = TypeVar("C", bound="ExpertConfig")
 
 
 class ExpertConfig(EncodedConfig):
@@ -67,14 +62,6 @@ class ExpertConfig(EncodedConfig):
     def slug(self) -> str:
         """For example ``cp-mumoe-r64-bias-k32``."""
         return "-".join((self.label.lower(), *self.form, self.sparsity.slug))
-
-    def resolve(self: C, mlp: MLPShape) -> C:
-        """Take widths, activation and encoder form from the base MLP."""
-        return self.resolve_encoder(mlp)
-
-    def paper_units(self, width: int) -> int:
-        """Return N that matches the true parameters of the transcoder: the paper states no convention but MxD's."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
 
 
 class ExpertLayer(ReplacementLayer):

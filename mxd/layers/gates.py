@@ -245,7 +245,8 @@ class LinearGate(Gate):
         self, x: Float[Tensor, "tokens d_in"], indices: Int[Tensor, "tokens k"], selection: Selection
     ) -> Float[Tensor, "tokens k"]:
         """As ``Gate.at``, without the pre-activations of other units."""
-        return linear_at(x, self.weight, self.bias, indices, selection)
+        bias = self.bias.index_select(0, indices.reshape(-1)).view_as(indices)
+        return (linear_at(x, indices, self.weight, selection) + bias).relu()
 
     def rows(self, ids: Int[Tensor, " k"], head: int = 0) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, " k"]]:
         """Return the units' rows and biases."""

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
-from mxd.layers.config import Covariance, Initialisation, MLPShape, ReplacementConfig
+from mxd.layers.config import Covariance, Initialisation, ReplacementConfig
 from mxd.layers.gates import Code, ConstantGate
-from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import AlwaysConfig, AnySparsity
 
 SMALLEST = 1e-10
@@ -42,10 +41,6 @@ class OneMapConfig(ReplacementConfig):
     def needs_covariance(self) -> bool:
         """The start is a fit."""
         return True
-
-    def paper_units(self, width: int) -> int:
-        """Return 1."""
-        return 1
 
 
 class OneMap(ReplacementLayer):
@@ -122,10 +117,6 @@ class LinearConfig(OneMapConfig):
         """The matrix and the output bias."""
         return ((self.d_in or 0) + 1) * (self.d_out or 0)
 
-    def resolve(self, mlp: MLPShape) -> "LinearConfig":
-        """Take the widths from the base MLP."""
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
-
     def sized(self, budget: int) -> "LinearConfig":
         """Return itself."""
         return self
@@ -191,10 +182,6 @@ class LowRankConfig(OneMapConfig):
         d, o, r = (v or 0 for v in (self.d_in, self.d_out, self.rank))
         return r * (d + o) + o
 
-    def resolve(self, mlp: MLPShape) -> "LowRankConfig":
-        """Take the widths from the base MLP."""
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
-
     def sized(self, budget: int) -> "LowRankConfig":
         """Return a copy with the rank whose parameter count is nearest to ``budget``; a stated rank is kept.
 
@@ -212,10 +199,6 @@ class LowRankConfig(OneMapConfig):
                 "sizing.expansion, or state the rank."
             )
         return self.model_copy(update={"rank": rank, "num_units": 1})
-
-    def paper_sized(self, width: int) -> "LowRankConfig":
-        """Return ``sized`` to the true parameters of the transcoder; the paper states no convention of its own."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width))
 
     def _make(self) -> "LowRank":
         return LowRank(self)

@@ -7,7 +7,6 @@ A transform is a linear map of rank ``r_t``, and a token uses few of them. The p
 features, ``a_t (x . v_t) u_t``; with rank 32 alone, the transforms of EleutherAI's clt-training.
 """
 
-import bisect
 import math
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
 from mxd.layers.config import MLPShape, ReplacementConfig
 from mxd.layers.gates import Code, LinearGate
-from mxd.layers.sizing import transcoder_params
 from mxd.ops import low_rank_mixture
 
 
@@ -78,26 +76,7 @@ class MOLTConfig(ReplacementConfig):
 
     def resolve(self, mlp: MLPShape) -> "MOLTConfig":
         """Take the widths from the base MLP, and the largest rank from the input's."""
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, rank=2 ** round(math.log2(max(1, 2 * mlp.d_in / 3))))
-
-    def sized(self, budget: int) -> "MOLTConfig":
-        """As ``ReplacementConfig.sized``, errors included: the count grows with ``num_units``, by steps that differ."""
-
-        def params(units: int) -> int:
-            return self.model_copy(update={"num_units": units}).learned_params
-
-        above = 1
-        while params(above) < budget:
-            above *= 2
-        enough = bisect.bisect_left(range(above + 1), budget, key=params)
-        units = min((max(enough - 1, 0), enough), key=lambda n: abs(params(n) - budget))
-        if units < 1:
-            raise self.unpaid(budget, params(0))
-        return self.model_copy(update={"num_units": units})
-
-    def paper_units(self, width: int) -> int:
-        """Return N that matches the true parameters of the transcoder; MxD's paper has no MOLT."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
+        return super().resolve(mlp).with_defaults(rank=2 ** round(math.log2(max(1, 2 * mlp.d_in / 3))))
 
     def _make(self) -> "MOLT":
         return MOLT(self)

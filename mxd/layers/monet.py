@@ -25,7 +25,6 @@ from mxd.layers.base import ReplacementLayer, linear_init, zeros
 from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, ReplacementConfig
 from mxd.layers.gates import LISTED, Code, PairCode
 from mxd.layers.product_gate import ProductGate, keys_of
-from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import AnySparsity, ProductTopKConfig
 from mxd.layers.sparsity.product import HalvesConfig
 
@@ -34,6 +33,7 @@ class MonetConfig(ReplacementConfig):
     """Monet: ``num_units`` = n^2 experts of hidden width ``expert_width``, made of 2 n halves."""
 
     kinds: ClassVar[tuple[str, ...]] = ("product_topk", "product_quantile")
+    inherits: ClassVar[tuple[str, ...]] = ("activation",)
     solves: ClassVar[str] = "expert_width"
 
     method: Literal["monet"] = "monet"
@@ -108,47 +108,34 @@ class MonetConfig(ReplacementConfig):
         return self
 
     def resolve(self, mlp: MLPShape) -> "MonetConfig":
-        """Take widths and activation from the base MLP, and heads and k from the widths.
-
-        Raises:
-            MxdError: the base MLP's activation could not be read and the config does not state it.
-        """
-        if self.activation is None and mlp.activation is None:
-            raise MxdError(
-                f"{self.label}: the base MLP's activation could not be read from the model; set activation in the "
-                "config (relu2 in the paper)."
-            )
-        config = self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, activation=mlp.activation)
+        """Take widths and activation from the base MLP, and heads and k from the widths."""
+        config = super().resolve(mlp)
         sparsity = cast(HalvesConfig, self.sparsity).resolved(mlp.d_in, config.keys)
         return config.model_copy(update={"sparsity": sparsity})
 
-    def paper_units(self, width: int) -> int:
-        """Return n^2 as it is given, or by default: the paper states no convention of its own."""
-        return self.keys**2
-
-    def paper_sized(self, width: int) -> "MonetConfig":
-        """As ``sized``, for the true parameters of the transcoder."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width))
-
     def sized(self, budget: int) -> "MonetConfig":
-        """Return a copy with the ``expert_width`` nearest to a budget, unless it is stated, and ``num_units``.
+        """As ``ReplacementConfig.sized``, errors included, for ``expert_width``, unless it is stated."""
+        return (
+            super().sized(budget) if self.expert_width is None else self.model_copy(update={"num_units": self.keys**2})
+        )
 
-        Raises:
-            MxdError: the budget does not pay for the smallest width.
+    def grown(self, units: int) -> "MonetConfig":
+        """Return a copy with ``units`` hidden units of an expert, or twice as many where ``vertical``."""
+        width = units * (2 if self.decompose == "vertical" else 1)
+        return self.model_copy(update={"num_units": self.keys**2, "expert_width": width})
+
+    def unpaid(self, budget: int, shared: int) -> MxdError:
+        """As ``ReplacementConfig.unpaid``.
+
+        Args:
+            budget: number of parameters.
+            shared: those of the router and the biases.
         """
-        config = self.model_copy(update={"num_units": self.keys**2})
-        if self.expert_width is not None:
-            return config
-        step = 2 if self.decompose == "vertical" else 1
-        none, one = (config.model_copy(update={"expert_width": m}).learned_params for m in (0, step))
-        width = step * round((budget - none) / (one - none))
-        if width < 1:
-            raise MxdError(
-                f"{self.label}: a budget of {budget:,} parameters does not pay for {self.keys:,} halves of each side "
-                f"with a hidden unit each ({one:,}); give a smaller num_units, fewer sparsity.heads, or a larger "
-                "sizing.expansion."
-            )
-        return config.model_copy(update={"expert_width": width})
+        return MxdError(
+            f"{self.label}: a budget of {budget:,} parameters does not pay for {self.keys:,} halves of each side "
+            f"with a hidden unit each (without them {shared:,}); give a smaller num_units, fewer sparsity.heads, or a "
+            "larger sizing.expansion."
+        )
 
     def _make(self) -> "Monet":
         return HorizontalMonet(self) if self.decompose == "horizontal" else VerticalMonet(self)

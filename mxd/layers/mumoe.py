@@ -158,7 +158,7 @@ class CPMuMoEConfig(MuMoEConfig):
 
     def resolve(self, mlp: MLPShape) -> "CPMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and the rank from ``rank_share``."""
-        return self.resolve_encoder(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
+        return super().resolve(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
 
     def _make(self) -> "CPMuMoE":
         return HierarchicalCPMuMoE(self) if self.levels else CPMuMoE(self)

@@ -7,7 +7,7 @@ of each is ``diag(c_n)`` between two shared factors (CP). A last element 1 gives
 function stands between the layers, so experts interact there: outputs are not a sum over units.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
 from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, ReplacementConfig
-from mxd.layers.encoder import inherit
 from mxd.layers.gates import Code, LinearGate
-from mxd.layers.sizing import transcoder_params
 
 
 class MuMoEBlockConfig(ReplacementConfig):
     """muMoE block: N two-layer experts, each layer a CP-factorised mixture."""
+
+    inherits: ClassVar[tuple[str, ...]] = ("hidden", "activation")
 
     method: Literal["mumoe_block"] = "mumoe_block"
     """Selects this method."""
@@ -67,12 +67,7 @@ class MuMoEBlockConfig(ReplacementConfig):
 
     def resolve(self, mlp: MLPShape) -> "MuMoEBlockConfig":
         """Take widths and activation from the base MLP, and the rank from ``rank_share``."""
-        known = inherit(self, mlp, "hidden", "activation")
-        return known.with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
-
-    def paper_units(self, width: int) -> int:
-        """Return N that matches the true parameters of the transcoder; the paper states no convention of its own."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
+        return super().resolve(mlp).with_defaults(rank=max(1, round(self.rank_share * mlp.d_out)))
 
     def _make(self) -> "MuMoEBlock":
         return MuMoEBlock(self)

@@ -5,7 +5,6 @@
 A unit that several heads choose is active with the sum of its gates. Only the chosen experts are computed.
 """
 
-from math import isqrt
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -13,20 +12,19 @@ from jaxtyping import Float
 from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
-from mxd.common.errors import MxdError
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
-from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, ReplacementConfig
+from mxd.layers.config import ACTIVATIONS, Activation, ReplacementConfig
 from mxd.layers.gates import LISTED, Code
 from mxd.layers.product_gate import ProductGate, keys_of
-from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import AnySparsity, PairTopKConfig
-from mxd.ops import gathered_linear, sparse_decode
+from mxd.ops import linear_at, sparse_decode
 
 
 class PEERConfig(ReplacementConfig):
     """PEER: ``num_units`` = n^2 experts of one neuron."""
 
     kinds: ClassVar[tuple[str, ...]] = ("pair_topk",)
+    inherits: ClassVar[tuple[str, ...]] = ("activation",)
 
     method: Literal["peer"] = "peer"
     """Selects this method."""
@@ -66,48 +64,9 @@ class PEERConfig(ReplacementConfig):
         keys_of(self.num_units or 0)
         return self
 
-    def resolve(self, mlp: MLPShape) -> "PEERConfig":
-        """Take widths and activation from the base MLP.
-
-        Raises:
-            MxdError: the base MLP's activation could not be read and the config does not state it.
-        """
-        if self.activation is None and mlp.activation is None:
-            raise MxdError(
-                "PEER: the base MLP's activation could not be read from the model; set activation in the config."
-            )
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, activation=mlp.activation)
-
-    def paper_units(self, width: int) -> int:
-        """Return the number that matches the true parameters of the transcoder; the paper states no convention."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
-
-    def sized(self, budget: int) -> "PEERConfig":
-        """Return a copy with n^2 units, n such that the parameter count is nearest to ``budget``.
-
-        Raises:
-            MxdError: the budget does not pay for one unit.
-        """
-        most = isqrt(max(budget, 0) // ((self.d_in or 0) + (self.d_out or 0)))
-        sizes = {
-            n: self.model_copy(update={"num_units": n * n}).learned_params for n in self._near(max(1, most), budget)
-        }
-        keys = min(sizes, key=lambda n: abs(sizes[n] - budget))
-        if sizes[keys] > 2 * budget:
-            raise MxdError(
-                f"PEER: a budget of {budget:,} parameters does not pay for one unit ({sizes[keys]:,}); raise "
-                "sizing.expansion."
-            )
-        return self.model_copy(update={"num_units": keys**2})
-
-    def _near(self, most: int, budget: int) -> range:
-        """Return two numbers of keys between whose parameter counts the budget lies."""
-        low, high = 1, most + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.model_copy(update={"num_units": middle**2}).learned_params <= budget
-            low, high = (middle, high) if fits else (low, middle)
-        return range(low, high + 1)
+    def grown(self, units: int) -> "PEERConfig":
+        """Return a copy with ``units`` keys on each side, and so their square of experts."""
+        return self.model_copy(update={"num_units": units**2})
 
     def _make(self) -> "PEER":
         return PEER(self)
@@ -170,7 +129,7 @@ class PEER(ReplacementLayer):
             parts = zip(code.activations.split(step), states, strict=True)
             return torch.cat([(a * state) @ self.decoder for a, state in parts]) + self.bias
         if hidden is None:
-            state = self.activation(gathered_linear(x, code.indices, self.encoder, code.selection))
+            state = self.activation(linear_at(x, code.indices, self.encoder, code.selection))
         else:
             state = hidden.gather(1, code.indices)
         return sparse_decode(code.activations * state, code.indices, self.decoder, code.selection) + self.bias

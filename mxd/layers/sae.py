@@ -12,9 +12,8 @@ from jaxtyping import Float
 from pydantic import model_validator
 from torch import Tensor
 
-from mxd.layers.config import MLPShape
+from mxd.layers.config import MLPShape, transcoder_params
 from mxd.layers.gates import Code
-from mxd.layers.sizing import transcoder_params
 from mxd.layers.transcoder import FeatureConfig, FeatureLayer
 
 

@@ -3,21 +3,10 @@
 from typing import Literal, TypeVar
 
 from mxd.common.errors import MxdError
-from mxd.layers.config import ReplacementConfig
+from mxd.layers.config import ReplacementConfig, transcoder_params
 
 Match = Literal["exact", "paper"]
 C = TypeVar("C", bound=ReplacementConfig)
-
-
-def transcoder_params(d_in: int, d_out: int, width: int) -> int:
-    """Return the number of parameters of a transcoder: encoder, its biases, decoder, output bias.
-
-    Args:
-        d_in: width of its input.
-        d_out: width of its output.
-        width: number of features.
-    """
-    return width * (d_in + 1) + width * d_out + d_out
 
 
 def size(config: C, expansion: int = 32, match: Match = "exact") -> C:

@@ -5,7 +5,7 @@
 Each expert is computed for the tokens that chose it alone.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,17 @@ from jaxtyping import Float
 from pydantic import PositiveInt
 from torch import Tensor
 
-from mxd.common.errors import MxdError
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
-from mxd.layers.config import ACTIVATIONS, Activation, MLPShape, ReplacementConfig
+from mxd.layers.config import ACTIVATIONS, Activation, ReplacementConfig
 from mxd.layers.gates import Code, LinearGate
-from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import AnySparsity, TopKSoftmaxConfig
 from mxd.ops import Selection
 
 
 class SMoEConfig(ReplacementConfig):
     """Sparse mixture of N small MLPs."""
+
+    inherits: ClassVar[tuple[str, ...]] = ("activation",)
 
     method: Literal["smoe"] = "smoe"
     """Selects this method."""
@@ -49,22 +49,6 @@ class SMoEConfig(ReplacementConfig):
         """Gate with biases, the experts' two matrices, and the output bias."""
         d, o, n = self.d_in or 0, self.d_out or 0, self.num_units or 0
         return n * (d + 1) + n * self.expert_width * (d + o) + o
-
-    def resolve(self, mlp: MLPShape) -> "SMoEConfig":
-        """Take widths and activation from the base MLP.
-
-        Raises:
-            MxdError: the base MLP's activation could not be read and the config does not state it.
-        """
-        if self.activation is None and mlp.activation is None:
-            raise MxdError(
-                "SMoE: the base MLP's activation could not be read from the model; set activation in the config."
-            )
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, activation=mlp.activation)
-
-    def paper_units(self, width: int) -> int:
-        """Return N that matches the true parameters of the transcoder: no paper states a convention."""
-        return self.sized(transcoder_params(self.d_in or 0, self.d_out or 0, width)).num_units or 0
 
     def _make(self) -> "SMoE":
         return SMoE(self)

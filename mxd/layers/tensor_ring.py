@@ -59,7 +59,7 @@ class TRMuMoEConfig(MuMoEConfig):
     def resolve(self, mlp: MLPShape) -> "TRMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and ``rank_3`` from ``rank_share``."""
         rank = math.ceil(self.rank_share * mlp.d_out / min(self.rank_1, self.rank_2))
-        return self.resolve_encoder(mlp).with_defaults(rank_3=rank)
+        return super().resolve(mlp).with_defaults(rank_3=rank)
 
     def _make(self) -> "TRMuMoE":
         return HierarchicalTRMuMoE(self) if self.levels else TRMuMoE(self)

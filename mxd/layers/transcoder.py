@@ -16,10 +16,9 @@ from pydantic import BeforeValidator, PlainSerializer, model_validator
 from torch import Tensor
 
 from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
-from mxd.layers.config import MLPShape, ReplacementConfig
+from mxd.layers.config import ReplacementConfig, transcoder_params
 from mxd.layers.gates import Code, LinearGate
 from mxd.layers.losses import normalize, squared_error
-from mxd.layers.sizing import transcoder_params
 from mxd.ops import nested_decode
 
 
@@ -173,10 +172,6 @@ class TranscoderConfig(FeatureConfig):
         """Encoder with biases, decoder, output bias, and the skip's matrix."""
         d, o = self.d_in or 0, self.d_out or 0
         return transcoder_params(d, o, self.num_units or 0) + (d * o if self.skip else 0)
-
-    def resolve(self, mlp: MLPShape) -> "TranscoderConfig":
-        """Take the widths from the base MLP."""
-        return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out)
 
     def paper_units(self, width: int) -> int:
         """Return ``width``: the paper does not count the skip."""

@@ -66,7 +66,7 @@ class TuckerMuMoEConfig(MuMoEConfig):
     def resolve(self, mlp: MLPShape) -> "TuckerMuMoEConfig":
         """Take widths, activation and encoder form from the base MLP, and the open ranks from the output width."""
         rank = min(RANK, math.ceil(mlp.d_out / 4))
-        return self.resolve_encoder(mlp).with_defaults(rank_units=rank, rank_in=rank, rank_out=rank)
+        return super().resolve(mlp).with_defaults(rank_units=rank, rank_in=rank, rank_out=rank)
 
     def _make(self) -> "TuckerMuMoE":
         return HierarchicalTuckerMuMoE(self) if self.levels else TuckerMuMoE(self)

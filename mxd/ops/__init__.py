@@ -7,13 +7,12 @@ in plain dense PyTorch, the oracle of the tests.
 
 from mxd.ops.cutoff import kth_largest
 from mxd.ops.experts import bilinear, grouped_linear
-from mxd.ops.low_rank import low_rank_mixture, sparse_dot, tokens_by_unit
+from mxd.ops.low_rank import low_rank_mixture
 from mxd.ops.nested import nested_decode
 from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
     candidate_dtype,
-    gathered_linear,
     linear_at,
     metered_as,
     sparse_decode,
@@ -26,7 +25,6 @@ __all__ = [
     "Selection",
     "bilinear",
     "candidate_dtype",
-    "gathered_linear",
     "grouped_linear",
     "kth_largest",
     "linear_at",
@@ -34,8 +32,6 @@ __all__ = [
     "metered_as",
     "nested_decode",
     "sparse_decode",
-    "sparse_dot",
-    "tokens_by_unit",
     "topk_linear",
     "use_triton",
 ]

@@ -58,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.selection = selection
         out = rows.new_zeros(len(rows), weight.shape[2])
         flat = values.reshape(-1, 1)
-        for unit, (entries, tokens) in enumerate(_groups(indices, len(weight), selection)):
+        for unit, entries, tokens in selection.groups(indices, len(weight)):
             out.index_add_(0, tokens, flat[entries] * (rows[tokens] @ weight[unit]))
         return out
 
@@ -67,24 +67,14 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, indices, rows, weight = ctx.saved_tensors
         flat = values.reshape(-1, 1)
-        to_values, to_rows, to_weight = torch.zeros_like(flat), torch.zeros_like(rows), torch.empty_like(weight)
-        for unit, (entries, tokens) in enumerate(_groups(indices, len(weight), ctx.selection)):
+        to_values, to_rows, to_weight = torch.zeros_like(flat), torch.zeros_like(rows), torch.zeros_like(weight)
+        for unit, entries, tokens in ctx.selection.groups(indices, len(weight)):
             read, upstream, value = rows[tokens], grad[tokens], flat[entries]
             back = upstream @ weight[unit].T
             to_values[entries] = (back * read).sum(1, keepdim=True)
             to_rows.index_add_(0, tokens, value * back)
             torch.mm((value * read).T, upstream, out=to_weight[unit])
         return to_values.view_as(values), None, to_rows, to_weight, None
-
-
-def _groups(indices: Tensor, units: int, selection: Selection) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each unit where it stands in the flat indices, and at which tokens."""
-    plan = selection.by_unit(indices, units)
-    if indices.is_meta:  # no numbers: as if every unit were chosen equally often
-        sizes = [indices.numel() * (n + 1) // units - indices.numel() * n // units for n in range(units)]
-    else:
-        sizes = plan.starts.diff().tolist()
-    yield from zip(plan.order.split(sizes), plan.tokens.split(sizes), strict=True)
 
 
 class _Bilinear(torch.autograd.Function):

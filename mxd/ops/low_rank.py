@@ -4,8 +4,7 @@ The units' rows lie one below the other: ``V_n = down[firsts[n] : firsts[n + 1]]
 rank r with T_n tokens costs two products, ``[T_n, d] [d, r]`` and ``[T_n, r] [r, o]``; nothing is ``[tokens, rows]``.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
-from mxd.ops.sparse import DEVICES, Selection, _gather_dot, _gather_sum, _scatter_rows, sparse_decode
+from mxd.ops.sparse import DEVICES, Selection, linear_at, sparse_decode
 
 
 def low_rank_mixture(
@@ -44,63 +43,8 @@ def low_rank_mixture(
         return reference.low_rank_mixture(x, values, indices, down, up, firsts)
     selection = selection or Selection()
     if len(firsts) - 1 == len(down):
-        return sparse_decode(values * sparse_dot(x, indices, down, selection), indices, up, selection)
+        return sparse_decode(values * linear_at(x, indices, down, selection), indices, up, selection)
     return _LowRankMixture.apply(x, values, indices, down, up, firsts, selection)
-
-
-def sparse_dot(
-    x: Float[Tensor, "tokens d"],
-    indices: Int[Tensor, "tokens k"],
-    weight: Float[Tensor, "units d"],
-    selection: Selection | None = None,
-) -> Float[Tensor, "tokens k"]:
-    """Return ``x[t] . weight[indices[t, k]]`` for every token t and slot k: some of the products ``x @ weight.T``.
-
-    Args:
-        x: inputs.
-        indices: the numbers of the units that each token uses.
-        weight: one row per unit.
-        selection: as for ``sparse_decode``.
-    """
-    if x.device.type not in DEVICES:
-        return (x @ weight.T).gather(1, indices)
-    return _SparseDot.apply(x, indices, weight, selection or Selection())
-
-
-class _SparseDot(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, weight: Tensor, selection: Selection) -> Tensor:
-        ctx.save_for_backward(x, indices, weight)
-        ctx.selection = selection
-        return _gather_dot(x, indices, weight, selection)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, indices, weight = ctx.saved_tensors
-        grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[2]:
-            grad_weight = _scatter_rows(grad.contiguous(), indices, x, len(weight), ctx.selection)
-        return grad_x, None, grad_weight, None
-
-
-def tokens_by_unit(
-    indices: Int[Tensor, "tokens k"], units: int, selection: Selection
-) -> Iterator[tuple[int, Int[Tensor, " chosen"], Int[Tensor, " chosen"]]]:
-    """Yield each unit that any token uses, the places of its entries in the flat indices, and their tokens.
-
-    Args:
-        indices: the numbers of the units that each token uses.
-        units: how many there are.
-        selection: of these indices.
-    """
-    plan = selection.by_unit(indices, units)
-    equal = [indices.numel() * n // units for n in range(units + 1)]
-    starts = equal if plan.starts.is_meta else plan.starts.tolist()  # meta tensors, to be metered, have no numbers
-    for unit, (start, end) in enumerate(pairwise(starts)):
-        if end > start:
-            yield unit, plan.order[start:end], plan.tokens[start:end]
 
 
 class _LowRankMixture(torch.autograd.Function):
@@ -119,7 +63,7 @@ class _LowRankMixture(torch.autograd.Function):
         ctx.firsts, ctx.selection = firsts, selection
         out = x.new_zeros(len(x), up.shape[1])
         flat = values.reshape(-1, 1)
-        for unit, places, tokens in tokens_by_unit(indices, len(firsts) - 1, selection):
+        for unit, places, tokens in selection.groups(indices, len(firsts) - 1):
             own = slice(firsts[unit], firsts[unit + 1])
             hidden = x.index_select(0, tokens) @ down[own].T
             hidden *= flat.index_select(0, places)
@@ -134,7 +78,7 @@ class _LowRankMixture(torch.autograd.Function):
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         grad_values = torch.zeros_like(flat)
         grad_down, grad_up = torch.zeros_like(down), torch.zeros_like(up)
-        for unit, places, tokens in tokens_by_unit(indices, len(ctx.firsts) - 1, ctx.selection):
+        for unit, places, tokens in ctx.selection.groups(indices, len(ctx.firsts) - 1):
             own = slice(ctx.firsts[unit], ctx.firsts[unit + 1])
             rows, upstream = x.index_select(0, tokens), grad.index_select(0, tokens)
             activation, hidden = flat.index_select(0, places), rows @ down[own].T

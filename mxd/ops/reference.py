@@ -26,7 +26,7 @@ def topk_linear(
     return values, indices
 
 
-def gathered_linear(
+def linear_at(
     x: Float[Tensor, "tokens d_in"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d_in"]
 ) -> Float[Tensor, "tokens k"]:
     """Return the entries of ``x weight^T`` at ``indices``.
@@ -51,23 +51,6 @@ def sparse_decode(
     """
     dense = values.new_zeros(len(values), len(weight)).scatter_add(1, indices, values)
     return dense @ weight
-
-
-def linear_at(
-    x: Float[Tensor, "tokens d_in"],
-    weight: Float[Tensor, "units d_in"],
-    bias: Float[Tensor, " units"],
-    indices: Int[Tensor, "tokens k"],
-) -> Float[Tensor, "tokens k"]:
-    """As ``mxd.ops.linear_at``.
-
-    Args:
-        x: inputs.
-        weight: one row per unit.
-        bias: one number per unit.
-        indices: the numbers of the units.
-    """
-    return torch.relu(x @ weight.T + bias).gather(1, indices)
 
 
 def low_rank_mixture(

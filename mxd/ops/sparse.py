@@ -137,6 +137,16 @@ class Selection:
             self._sorted = _ByUnit(order, starts, tokens)
         return self._sorted
 
+    def groups(
+        self, indices: Int[Tensor, "tokens k"], units: int
+    ) -> Iterator[tuple[int, Int[Tensor, " chosen"], Int[Tensor, " chosen"]]]:
+        """Yield each unit that some token uses, the places of its entries in the flat indices, and their tokens."""
+        plan, start = self.by_unit(indices, units), 0
+        for unit, size in enumerate(plan.sizes()):
+            if size:
+                yield unit, plan.order[start : start + size], plan.tokens[start : start + size]
+            start += size
+
 
 def topk_linear(
     x: Float[Tensor, "tokens d_in"],
@@ -170,32 +180,11 @@ def topk_linear(
 
 def linear_at(
     x: Float[Tensor, "tokens d_in"],
-    weight: Float[Tensor, "units d_in"],
-    bias: Float[Tensor, " units"],
-    indices: Int[Tensor, "tokens k"],
-    selection: Selection | None = None,
-) -> Float[Tensor, "tokens k"]:
-    """Return ``relu(x weight^T + bias)`` of the units given for each row; the backward pass touches these alone.
-
-    Args:
-        x: inputs.
-        weight: one row per unit.
-        bias: one number per unit.
-        indices: the numbers of the units.
-        selection: a new one, to be passed on to the ``sparse_decode`` of the same indices.
-    """
-    if x.device.type not in DEVICES:
-        return reference.linear_at(x, weight, bias, indices)
-    return _LinearAt.apply(x, weight, bias, indices, selection or Selection())
-
-
-def gathered_linear(
-    x: Float[Tensor, "tokens d_in"],
     indices: Int[Tensor, "tokens k"],
     weight: Float[Tensor, "units d_in"],
     selection: Selection | None = None,
 ) -> Float[Tensor, "tokens k"]:
-    """Return ``x[t] . weight[indices[t, k]]``: entries of ``x weight^T`` that were chosen before.
+    """Return ``x[t] . weight[indices[t, k]]`` for every token t and slot k: some entries of ``x weight^T``.
 
     Args:
         x: inputs.
@@ -204,8 +193,8 @@ def gathered_linear(
         selection: one shared with the ``sparse_decode`` of the same indices; by default they are sorted again.
     """
     if x.device.type not in DEVICES:
-        return reference.gathered_linear(x, indices, weight)
-    return _GatheredLinear.apply(x, indices, weight, selection or Selection())
+        return reference.linear_at(x, indices, weight)
+    return _LinearAt.apply(x, indices, weight, selection or Selection())
 
 
 def sparse_decode(
@@ -437,36 +426,17 @@ class _TopKLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        return *_linear_backward(ctx, grad), None, None, None
+        x, weight, values, indices = ctx.saved_tensors
+        grad = grad * (values > 0)  # through the ReLU
+        grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = _scatter_rows(grad, indices, x, len(weight), ctx.selection) if ctx.needs_input_grad[1] else None
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = weight.new_zeros(len(weight)).index_add_(0, indices.reshape(-1), grad.reshape(-1))
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _LinearAt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, indices: Tensor, selection: Selection) -> Tensor:
-        values = _gather_dot(x, indices, weight, selection).add_(bias[indices]).relu_()
-        ctx.save_for_backward(x, weight, values, indices)
-        ctx.selection = selection
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_linear_backward(ctx, grad), None, None
-
-
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of ``x``, ``weight`` and ``bias`` from that of ``relu(x weight^T + bias)`` at some units."""
-    x, weight, values, indices = ctx.saved_tensors
-    grad = grad * (values > 0)  # through the ReLU
-    grad_x = _gather_sum(grad, indices, weight) if ctx.needs_input_grad[0] else None
-    grad_weight = _scatter_rows(grad, indices, x, len(weight), ctx.selection) if ctx.needs_input_grad[1] else None
-    grad_bias = None
-    if ctx.needs_input_grad[2]:
-        grad_bias = weight.new_zeros(len(weight)).index_add_(0, indices.reshape(-1), grad.reshape(-1))
-    return grad_x, grad_weight, grad_bias
-
-
-class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, indices: Tensor, weight: Tensor, selection: Selection) -> Tensor:
         indices = indices.contiguous()

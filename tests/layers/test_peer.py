@@ -89,7 +89,7 @@ def test_gpt2s_budget_buys_as_many_units_as_a_transcoder_has():
 def test_what_cannot_be_is_an_error(mlp):
     with pytest.raises(MxdError, match="set activation"):
         parse_layer({"method": "peer"}).resolve(MLPShape(6, 5))
-    with pytest.raises(MxdError, match="does not pay for one unit"):
+    with pytest.raises(MxdError, match="does not pay for the part its units share"):
         parse_layer({"method": "peer", "query": "linear"}).resolve(mlp).sized(10)
     with pytest.raises(MxdError, match="k = 128 is more than"):
         parse_layer({"method": "peer", "num_units": 121})

@@ -1,9 +1,9 @@
-"""The k-th largest of lists, and linear maps at chosen units."""
+"""The k-th largest of lists."""
 
 import pytest
 import torch
 
-from mxd.ops import kth_largest, linear_at, reference
+from mxd.ops import kth_largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -18,15 +18,3 @@ def test_it_is_zero_where_fewer_are_positive_and_sums_over_processes():
     numbers = torch.tensor([[3.0, 0.0, 5.0], [0.0, 1e-42, 0.0]])
     assert [kth_largest([numbers], k).item() for k in (1, 2, 3, 4, 100)] == pytest.approx([5, 3, 1e-42, 0, 0])
     assert kth_largest([numbers], 3, lambda count: 2 * count) == 3  # 5, 5, 3, 3
-
-
-def test_linear_at_is_the_dense_map_at_some_units():
-    x, weight, bias = (
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 4), (30, 4), (30,))
-    )
-    ids = torch.randint(30, (9, 5))
-    got, expected = linear_at(x, weight, bias, ids), reference.linear_at(x, weight, bias, ids)
-    torch.testing.assert_close(got, expected)
-    upstream = torch.randn_like(got)
-    grads = [torch.autograd.grad((out * upstream).sum(), [x, weight, bias]) for out in (got, expected)]
-    torch.testing.assert_close(*grads)

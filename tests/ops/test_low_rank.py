@@ -1,11 +1,11 @@
-"""Sparse mixtures of low-rank maps and sparse dot products against their dense reference, and the edges."""
+"""Sparse mixtures of low-rank maps and linear maps at some units against their dense reference, and the edges."""
 
 from itertools import accumulate
 
 import pytest
 import torch
 
-from mxd.ops import Selection, low_rank_mixture, reference, sparse_dot, tokens_by_unit
+from mxd.ops import Selection, linear_at, low_rank_mixture, reference
 
 RANKS = {"rank 1": [1] * 9, "one rank": [3] * 5, "a ladder": [4, 2, 2, 1, 1, 1, 1], "one unit": [2]}
 
@@ -67,17 +67,17 @@ def test_inputs_that_need_no_gradient_get_none():
     assert all(weight.grad.any() for weight in (rest[0], rest[2], rest[3]))
 
 
-def test_sparse_dot_is_some_of_the_products():
+def test_linear_at_is_the_dense_map_at_some_units():
     x, _, indices, weight, *_ = inputs([1] * 9)
-    pair = (differentiated(f, (x, indices, weight)) for f in (sparse_dot, lambda x, i, w: (x @ w.T).gather(1, i)))
+    pair = (differentiated(f, (x, indices, weight)) for f in (linear_at, reference.linear_at))
     for got, expected in zip(*pair, strict=True):
         torch.testing.assert_close(got, expected)
 
 
-def test_tokens_by_unit_lists_every_entry_once():
+def test_the_groups_of_a_selection_list_every_entry_once():
     indices = torch.rand(7, 9).argsort(1)[:, :3]
     indices[indices == 4] = 8  # a unit that no token uses; some tokens now list unit 8 twice, which does not matter
-    found = list(tokens_by_unit(indices, 9, Selection()))
+    found = list(Selection().groups(indices, 9))
     assert [unit for unit, *_ in found] == sorted(set(indices.flatten().tolist()))
     for unit, places, tokens in found:
         assert places.tolist() == (indices.flatten() == unit).nonzero().flatten().tolist()
