@@ -6,7 +6,7 @@ in plain dense PyTorch, the oracle of the tests.
 """
 
 from mxd.ops.cutoff import kth_largest
-from mxd.ops.experts import bilinear, grouped_linear
+from mxd.ops.experts import bilinear, experts_into_rows, grouped_linear, rows_into_experts
 from mxd.ops.low_rank import low_rank_mixture, sparse_dot, tokens_by_unit
 from mxd.ops.nested import nested_decode
 from mxd.ops.sparse import (
@@ -26,6 +26,7 @@ __all__ = [
     "Selection",
     "bilinear",
     "candidate_dtype",
+    "experts_into_rows",
     "gathered_linear",
     "grouped_linear",
     "kth_largest",
@@ -33,6 +34,7 @@ __all__ = [
     "low_rank_mixture",
     "metered_as",
     "nested_decode",
+    "rows_into_experts",
     "sparse_decode",
     "sparse_dot",
     "tokens_by_unit",
