@@ -1,13 +1,15 @@
-"""Time one training step (forward, loss, backward, Adam) of each layer against plain dense autograd and the floor.
+"""Time one training step (forward, loss, backward, Adam) of every layer against its floor, and its peers.
 
-    python scripts/bench_step.py [--shapes gpt2 smollm2] [--repeats 5] [--json FILE] [--check]
+    python scripts/bench_step.py [--shapes gpt2 smollm2] [--layers MxD TC ...] [--repeats 5] [--json FILE] [--check]
 
 For every layer and shape one process runs all contestants in turn within every repeat, on the same data; medians over
 repeats. `mxd train` also tells glibc to keep freed memory; since that would speed up every contestant, "as mxd train"
-is measured after them, in turn with the same step with all products in float32 ("float32 candidates"). The floor is the
-time of the dense products that such a step takes, each written to an existing buffer. Peak memory is that of a process
-of its own that builds one contestant and takes two steps, less what it held before. With `pip install eai-sparsify`,
-EleutherAI's sparsify is measured as well.
+is measured after them, in turn with the same step with all products in float32 ("float32 candidates", where that is
+another step). There are two floors (``step_floor.py``): the time of the dense products that a step takes in float32,
+each written to an existing buffer; and that with the bytes that no step avoids, which says more where products are few.
+Peak memory is that of a process of its own that builds one contestant and takes two steps, less what it held before.
+Dense autograd is there for the layers of MxD's paper, and EleutherAI's sparsify, with `pip install eai-sparsify`, for
+those that it has.
 """
 
 import argparse
@@ -25,12 +27,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from step_floor import Floor, Step, step_cost
 from torch import Tensor
 
 from mxd.artifacts.provenance import versions
 from mxd.config import TrainingConfig
-from mxd.layers import LAYERS, MLPShape, ReplacementConfig, ReplacementLayer, size
-from mxd.ops import CandidateDtype
+from mxd.layers import Covariance, MLPShape, ReplacementConfig, ReplacementLayer, parse_layer, size
+from mxd.ops import CandidateDtype, candidate_dtype
 from mxd.training.step import new_trainee, train_step
 from mxd.training.trainer import keep_freed_memory
 
@@ -41,12 +44,45 @@ SHAPES = {
     "gpt2": MLPShape(768, 768, 3072, "gelu_tanh", False),
     "smollm2": MLPShape(576, 576, 1536, "silu", True),
 }
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "MxD": ("mxd", {}),
-    "TC": ("transcoder", {}),
-    "STC": ("transcoder", {"skip": True}),
-}
-Step = Callable[[], object]
+
+
+def methods(k: int) -> dict[str, dict[str, Any]]:
+    """Return label -> fields of every layer that is measured, with K where they have one that is not their own."""
+    top = {"sparsity": {"kind": "topk", "k": k}}
+    levels = {"levels": [None, 4], "sparsity": {"kind": "levels", "levels": [max(1, k // 4), 2]}}
+    return {
+        "MxD": {"method": "mxd"} | top,
+        "MxD, expert biases": {"method": "mxd", "expert_bias": True} | top,
+        "MxD, two levels": {"method": "mxd"} | levels,
+        "MxD, entmax": {"method": "mxd", "sparsity": {"kind": "entmax"}},
+        "TC": {"method": "transcoder"} | top,
+        "STC": {"method": "transcoder", "skip": True} | top,
+        "TC, BatchTopK": {"method": "transcoder", "sparsity": {"kind": "batch_topk", "k": k}},
+        "TC, GroupMax": {"method": "transcoder", "sparsity": {"kind": "group_max", "k": k}},
+        "TC, JumpReLU": {"method": "transcoder", "sparsity": {"kind": "jumprelu", "l0": k}},
+        "TC, Matryoshka": {"method": "transcoder", "groups": [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]} | top,
+        "SAE": {"method": "topk_sae"} | top,
+        "CP-muMoE": {"method": "cp_mumoe"} | top,
+        "TR-muMoE": {"method": "tr_mumoe"} | top,
+        "TR-muMoE, tensor train": {"method": "tr_mumoe", "rank_1": 1} | top,
+        "Tucker-muMoE": {"method": "tucker_mumoe"} | top,
+        "muMoE block": {"method": "mumoe_block"} | top,
+        "MoE": {"method": "moe"},
+        "MoV": {"method": "mov"} | top,
+        "SMoE": {"method": "smoe", "sparsity": {"kind": "topk_softmax", "k": k}},
+        "Monet-HD": {"method": "monet"},
+        "Monet-VD": {"method": "monet", "decompose": "vertical"},
+        "PEER": {"method": "peer"},
+        "MOLT": {"method": "molt"} | top,
+        "MOLT, rank 1": {"method": "molt", "rank": 1} | top,
+        "Linear": {"method": "linear"},
+        "Low-rank": {"method": "low_rank"},
+    }
+
+
+METHODS = tuple(methods(1))
+PAPER = ("MxD", "TC", "STC")
+"""The layers of MxD's paper."""
 
 
 def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype, x: Tensor, y: Tensor) -> Step:
@@ -55,11 +91,25 @@ def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype
         tokens=TOKENS, batch_tokens=TOKENS, buffer_tokens=TOKENS, warmup_steps=0, candidates=candidates
     )
     trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), training)
+    d, o = x.shape[1], y.shape[1]
+    read = d if config.reads == "mlp_in" else o
+    numbers = torch.eye(read).double(), torch.zeros(read, o).double(), torch.eye(o).double()
+    trainee.initialise((x.mean(0), y.mean(0)), None, training.settings, Covariance(*numbers))
     return lambda: train_step(trainee, x, y, training, 0)
 
 
-def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step:
-    """The same step as reference code writes it: dense codes, dense products, default Adam, dense bookkeeping."""
+def float32(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
+    """The same step with float32 candidates, where that is another one."""
+    rounded = step_cost(config, len(x), candidate_dtype(x.device)).rounded
+    return ours(config, "float32", x, y) if rounded else None
+
+
+def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
+    """The step as reference code writes it: dense codes, dense products, default Adam, dense bookkeeping."""
+    if config.sparsity.kind != "topk" or config.slug not in (
+        f"{plain.lower()}-{config.sparsity.slug}" for plain in PAPER
+    ):
+        return None
     layer = config.build()
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-4, foreach=False, fused=False)
     last_active = torch.zeros(layer.num_units)
@@ -91,9 +141,11 @@ def sparsify(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
         from sparsify import SparseCoder, SparseCoderConfig
     except ImportError:
         return None
-    if not hasattr(config, "skip"):
+    kinds = {"topk": "topk", "group_max": "groupmax"}
+    if config.label not in ("TC", "STC") or config.sparsity.kind not in kinds or config.groups:
         return None
     options = {"num_latents": config.num_units, "k": config.sparsity.max_k, "transcode": True}
+    options |= {"activation": kinds[config.sparsity.kind]}
     peer = SparseCoderConfig(**options, skip_connection=config.skip)
     coder = SparseCoder(x.shape[1], peer, device="cpu", dtype=torch.float32)
     optimizer = torch.optim.Adam(coder.parameters(), lr=1e-4)
@@ -108,7 +160,7 @@ def sparsify(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
 
 CONTESTANTS: dict[str, Callable[[ReplacementConfig, Tensor, Tensor], Step | None]] = {
     "ours": lambda config, x, y: ours(config, "auto", x, y),
-    "float32": lambda config, x, y: ours(config, "float32", x, y),
+    "float32": float32,
     "dense": dense,
     "sparsify": sparsify,
 }
@@ -118,49 +170,29 @@ TITLES = {
     "ours": "ours, freed memory not kept",
     "dense": "dense autograd",
     "sparsify": "sparsify",
-    "floor": "floor in float32",
 }
-
-
-def floor(config: ReplacementConfig, shape: MLPShape, x: Tensor) -> dict[str, tuple[int, Step]]:
-    """The products of a step in float32, and how often each is needed.
-
-    All units' pre-activations; of an MxD's dense encoder each of E, (E_glu,) and D forward and for its own gradient,
-    and D once more for the gradient of the hidden state; of a skip its output and its gradient. Nothing needs the
-    gradient of x.
-    """
-    units, hidden = config.num_units or 0, shape.hidden or 0
-    gate, pre = torch.randn(units, shape.d_in), torch.empty(TOKENS, units)
-    products: dict[str, tuple[int, Step]] = {"gate": (1, lambda: torch.mm(x, gate.T, out=pre))}
-    if config.label == "MxD":
-        weight, z = torch.randn(hidden, shape.d_in), torch.empty(TOKENS, hidden)
-        products["encoder"] = (7 if shape.glu else 5, lambda: torch.mm(x, weight.T, out=z))
-    if config.label == "STC":
-        skip, out = torch.randn(shape.d_in, shape.d_out), torch.empty(TOKENS, shape.d_out)
-        products["skip"] = (2, lambda: torch.mm(x, skip, out=out))
-    return products
 
 
 def bench(name: str, label: str, k: int, repeats: int) -> dict[str, Any]:
     """Time every contestant for one layer and shape, in turn in each repeat."""
     config, x, y = case(name, label, k)
     steps = {key: step for key, build in CONTESTANTS.items() if (step := build(config, x, y))}
-    products = floor(config, SHAPES[name], x)
-    floors = {f"floor {key}": step for key, (_, step) in products.items()}
-    float32 = steps.pop("float32")
-    plain = medians(steps | floors, repeats)
+    floor = Floor.of(config, TOKENS)
+    least = floor.steps()
+    kept_steps = {key: steps.pop(key) for key in ("float32",) if key in steps}
+    plain = medians(steps | least, repeats)
     keep_freed_memory()
-    kept = medians({"train": steps["ours"], "float32": float32} | floors, repeats)
-    seconds = {**kept, **{key: plain[key] for key in steps}}
-    for title, times in (("floor", plain), ("floor of as mxd train", kept)):
-        seconds[title] = sum(count * times[f"floor {key}"] for key, (count, _) in products.items())
+    kept = medians({"train": steps["ours"]} | kept_steps | least, repeats)
     return {
         "shape": name,
         "layer": label,
         "k": k,
         "units": config.num_units,
         "params": config.num_params,
-        "seconds": {key: value for key, value in seconds.items() if key not in floors},
+        "flops": floor.flops,
+        "moved_bytes": floor.moved,
+        "seconds": {key: seconds for key, seconds in (plain | kept).items() if key not in least},
+        "floors": {"ours": floor.seconds(plain), "train": floor.seconds(kept)},
     }
 
 
@@ -178,9 +210,9 @@ def medians(steps: dict[str, Step], repeats: int) -> dict[str, float]:
 
 def case(name: str, label: str, k: int) -> tuple[ReplacementConfig, Tensor, Tensor]:
     """The layer's config and the data."""
-    method, fields = METHODS[label]
     shape = SHAPES[name]
-    config = size(LAYERS[method](sparsity={"kind": "topk", "k": k}, **fields).resolve(shape), match="paper")
+    layer = parse_layer(methods(k)[label]).resolve(shape)
+    config = size(layer, match="exact" if getattr(layer, "levels", ()) else "paper")
     torch.manual_seed(0)
     return config, torch.randn(TOKENS, shape.d_in), torch.randn(TOKENS, shape.d_out)
 
@@ -214,33 +246,43 @@ def peak_so_far() -> int:
 
 def missed(row: dict[str, Any]) -> list[str]:
     """Return the targets a row misses, each as one line."""
-    seconds, peak = row["seconds"], row["peak_bytes"]
-    mine, floor = seconds["train"], seconds["floor of as mxd train"]
-    wanted = {"floor": (mine / floor, 1.0 if row["layer"] == "MxD" else 1.3)}
-    if row["layer"] == "MxD":
+    seconds, peak, floors = row["seconds"], row["peak_bytes"], row["floors"]["train"]
+    mine, label = seconds["train"], row["layer"]
+    paper = label in PAPER
+    few = not paper and floors["products"] < floors["floor"] / 2
+    floor = floors["floor" if few else "products"]
+    most = 1.0 if label == "MxD" else 2.0 if label.startswith("Monet") else 1.3
+    wanted = {f"floor{' with the bytes moved' if few else ''}": (mine / floor, most)}
+    if label == "MxD" and "float32" in seconds:
         wanted["floor, with float32 candidates,"] = (seconds["float32"] / floor, 1.25)
+    if label == "MxD":
         wanted["dense autograd"] = (mine / seconds["dense"], 1 / 4)
-    elif "sparsify" in seconds:
+    if paper and "sparsify" in seconds:
         wanted["sparsify"] = (mine / seconds["sparsify"], 1 / 1.6)
         wanted["sparsify's peak memory"] = (peak["train"] / peak["sparsify"], 0.6)
-    where = f"{row['shape']} {row['layer']}"
+    where = f"{row['shape']} {label}"
     lines = [f"{where}: {got:.2f} x {what}, at most {most:.2f}" for what, (got, most) in wanted.items() if got > most]
-    if row["layer"] != "MxD" and "sparsify" not in seconds:
+    if label in ("TC", "STC") and "sparsify" not in seconds:
         lines.append(f"{where}: sparsify is not installed (pip install eai-sparsify), so it was not compared")
     return lines
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Print a row of the table for each contestant."""
-    seconds, peak = row["seconds"], row["peak_bytes"]
-    for key in (key for key in TITLES if key in seconds):
-        own_floor = seconds["floor of as mxd train" if key in ("train", "float32") else "floor"]
-        print(
-            f"| {row['shape']} | {row['layer']}, N = {row['units']:,} | {TITLES[key]} | {seconds[key]:.3f} "
-            f"| {seconds[key] / own_floor:.2f} | {seconds[key] / seconds['train']:.2f} "
-            f"| {f'{peak[key] / 2**20:,.0f}' if key in peak else ''} |",
-            flush=True,
+    """Print a row of the table for each contestant, and for the floors as they were beside the first."""
+    seconds, peak, floors = row["seconds"], row["peak_bytes"], row["floors"]
+
+    def line(title: str, time: float, least: dict[str, float], memory: str = "") -> str:
+        ratios = (time / least["products"], time / least["floor"], time / seconds["train"])
+        numbers = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        return (
+            f"| {row['shape']} | {row['layer']}, N = {row['units']:,} | {title} | {time:.3f} | {numbers} | {memory} |"
         )
+
+    for key in (key for key in TITLES if key in seconds):
+        least = floors["train" if key in ("train", "float32") else "ours"]
+        print(line(TITLES[key], seconds[key], least, f"{peak[key] / 2**20:,.0f}"))
+    for key, title in (("products", "floor: products"), ("floor", "floor: products and bytes")):
+        print(line(title, floors["train"][key], floors["train"]), flush=True)
 
 
 def main() -> None:
@@ -264,9 +306,8 @@ def main() -> None:
         return
     machine = {"threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()}
     print(f"{machine['processor']}, {machine['threads']} threads, torch {torch.__version__}, K = {args.k}, float32")
-    print(
-        "\n| shape | layer | step of | seconds | x floor | x as mxd train | peak MiB |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n| shape | layer | step of | seconds | x products | x floor | x as mxd train | peak MiB |")
+    print("|---|---|---|---|---|---|---|---|")
     rows = []
     for name in args.shapes:
         for label in args.layers:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import mxd
-from mxd.layers import MLPShape
+from mxd.layers import LAYERS, MLPShape
 from mxd.ops import reference
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
@@ -100,17 +101,56 @@ def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found["settings"]["candidates"] == "bfloat16"
 
 
-@pytest.mark.parametrize("label", ["MxD", "TC", "STC"])
-def test_bench_step(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+@pytest.fixture
+def bench_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
     module = script("bench_step")
-    monkeypatch.setattr(module, "SHAPES", {"toy": MLPShape(16, 16, 32, "silu", True)})
-    monkeypatch.setattr(module, "TOKENS", 64)
+    monkeypatch.setattr(module, "SHAPES", {"toy": MLPShape(16, 12, 32, "silu", True)})
+    monkeypatch.setattr(module, "TOKENS", 256)
     monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
-    row = module.bench("toy", label, 4, 1)
-    assert {"train", "float32", "ours", "dense", "floor", "floor of as mxd train"} <= row["seconds"].keys()
-    peaks = {key: module.peak_bytes("toy", label, 4, key) for key in ("train", "dense")}
-    row["peak_bytes"] = {**peaks, "sparsify": 1}
-    row["seconds"]["sparsify"] = row["seconds"]["train"] / 2
-    lines = module.missed(row)
-    assert all(line.startswith(f"toy {label}: ") for line in lines)
-    module.print_row(row)
+    monkeypatch.setattr("step_floor.COPIED", 1024)
+    return module
+
+
+def rows_of_bench_step(module: ModuleType, labels: Sequence[str]) -> list[dict]:
+    found = []
+    for label in labels:
+        row = module.bench("toy", label, 4, 1)
+        row["peak_bytes"] = {key: module.peak_bytes("toy", label, 4, key) for key in row["seconds"]}
+        assert all(line.startswith(f"toy {label}: ") for line in module.missed(row))
+        module.print_row(row)
+        found.append(row)
+    return found
+
+
+def test_bench_step(monkeypatch: pytest.MonkeyPatch, bench_step: ModuleType) -> None:
+    """The floor of the paper's layers, read off their steps, is the products that one counts by hand."""
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
+    monkeypatch.setattr(bench_step, "candidate_dtype", lambda device: "bfloat16")
+    tokens, d, o, h = 256, 16, 12, 32
+    rows = rows_of_bench_step(bench_step, ["MxD", "TC", "STC"])
+    for row in rows:
+        assert row["seconds"].keys() >= {"train", "float32", "ours", "dense"}
+        # Of MxD's E, E_glu and D: forward and own gradients, and D once more for that of the hidden state.
+        beside = {"MxD": h * (4 * d + 3 * o), "TC": 0, "STC": 2 * d * o}[row["layer"]]
+        assert row["flops"] == 2 * tokens * (d * row["units"] + beside)
+        # Rows of width o: to decode, for the activations' gradient and the table's; those of the input for the gate's.
+        listed = 4 * tokens * 4 * (3 * o + d)
+        assert listed <= row["moved_bytes"] - 28 * row["params"] < 1.1 * listed
+        row["floors"]["train"] = {"products": 1e-9, "floor": 1e-9}
+        assert "1.30" in bench_step.missed(row)[0] or row["layer"] == "MxD"
+
+
+@pytest.mark.long
+def test_bench_step_of_every_layer(bench_step: ModuleType) -> None:
+    labels = [label for label in bench_step.METHODS if label not in ("MxD", "TC", "STC")]
+    rows = rows_of_bench_step(bench_step, labels)
+    assert {bench_step.methods(4)[label]["method"] for label in bench_step.METHODS} == LAYERS.keys()
+    for row in rows:
+        assert row["seconds"].keys() == {"train", "ours"} and row["flops"] > 0
+        row["floors"]["train"] = {"products": 1e-9, "floor": 1.0}
+        assert bench_step.missed(row) == []  # where products are few, bytes count
+        row["floors"]["train"] = {"products": 1e-9, "floor": 1e-9}
+        (line,) = bench_step.missed(row)
+        assert line.endswith("2.00" if "Monet" in line else "1.30")

@@ -7,6 +7,7 @@ Unit ``(i, j)`` has number ``i n + j``. In head h its score is ``first_hi . q1 +
 from math import isqrt
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -55,6 +56,10 @@ class ProductGate(Gate):
         self, x: Float[Tensor, "tokens d_in"]
     ) -> tuple[Float[Tensor, "tokens heads n"], Float[Tensor, "tokens heads n"]]:
         """Return the scores of the first and of the second halves: a pair's score is the sum of its two."""
+        if self.query is None:  # all heads read the same: one product for each side
+            sides = zip((self.first, self.second), (x, x) if self.whole else self._halves(x), strict=True)
+            first, second = (F.linear(read, keys.flatten(0, 1)).unflatten(1, keys.shape[:2]) for keys, read in sides)
+            return first, second
         one, other = self._read(x)
         return torch.einsum("thd,hnd->thn", one, self.first), torch.einsum("thd,hnd->thn", other, self.second)
 
@@ -63,13 +68,19 @@ class ProductGate(Gate):
     ) -> tuple[Float[Tensor, "tokens heads {k}"], Int[Tensor, "tokens heads {k}"]]:
         """Return the scores and numbers of the ``k`` best pairs of each head, exactly.
 
-        A pair outside of the ``k`` best halves of a side scores at most as much as each of the ``k`` pairs of these
-        with its other half, so only pairs of the best halves are compared: ``k^2`` sums in place of ``n^2``.
+        A pair of the i-th best half of one side and the j-th best of the other scores at most as much as each of the
+        ``i j`` pairs of halves as good as these. So only pairs with ``i j <= k`` are compared: about ``k log k`` sums
+        in place of ``n^2``.
         """
         (first, one), (second, other) = (scores.topk(min(k, self.halves)) for scores in self.half_scores(x))
-        scores, chosen = (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(-2).topk(k)
-        width = second.shape[-1]
-        return scores, one.gather(-1, chosen // width) * self.halves + other.gather(-1, chosen % width)
+        ranks = range(first.shape[-1])
+        near = torch.tensor([(i, j) for i in ranks for j in ranks if (i + 1) * (j + 1) <= k], device=x.device)
+        i, j = near.unbind(1)
+        with torch.no_grad():
+            chosen = (first[..., i] + second[..., j]).topk(k).indices
+        i, j = i[chosen], j[chosen]
+        scores = first.gather(-1, i) + second.gather(-1, j)
+        return scores, one.gather(-1, i) * self.halves + other.gather(-1, j)
 
     def top(
         self, x: Float[Tensor, "tokens d_in"], k: int, candidates: CandidateDtype, selection: Selection
@@ -117,5 +128,9 @@ class ProductGate(Gate):
             read = x.unsqueeze(-2).expand(*x.shape[:-1], self.heads, -1)
         else:
             read = torch.einsum("...d,hqd->...hq", x, self.query)
+        return (read, read) if self.whole else self._halves(read)
+
+    def _halves(self, read: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch _"], Float[Tensor, "*batch _"]]:
+        """Return what the first and the second keys read, side by side in one."""
         width = self.first.shape[-1]
-        return (read, read) if self.whole else (read[..., :width], read[..., width:])
+        return read[..., :width], read[..., width:]

@@ -17,7 +17,7 @@ from mxd.layers.base import ReplacementLayer, linear_init, zeros
 from mxd.layers.config import ACTIVATIONS, Activation, ReplacementConfig
 from mxd.layers.gates import Code, LinearGate
 from mxd.layers.sparsity import AnySparsity, TopKSoftmaxConfig
-from mxd.ops import Selection
+from mxd.ops import Selection, experts_into_rows, rows_into_experts
 
 
 class SMoEConfig(ReplacementConfig):
@@ -112,10 +112,9 @@ class SMoE(ReplacementLayer):
 
     def _grouped(self, x: Float[Tensor, "tokens d_in"], code: Code) -> Float[Tensor, "tokens d_out"]:
         """Return the sum of the chosen experts' outputs, expert by expert, each for its tokens."""
-        plan = (code.selection or Selection()).by_unit(code.indices, self.num_units)
-        strengths = code.activations.flatten()[plan.order].unsqueeze(-1)
-        sizes = plan.sizes()
-        encoders, decoders = (w.unflatten(0, (self.num_units, -1)).unbind() for w in (self.encoder, self.decoder))
-        groups = zip(x[plan.tokens].split(sizes), strengths.split(sizes), encoders, decoders, strict=True)
-        parts = [(self.activation(rows @ u.T) * a) @ v for rows, a, u, v in groups]
-        return x.new_zeros(len(x), self.config.d_out or 0).index_add(0, plan.tokens, torch.cat(parts))
+        selection = code.selection or Selection()
+        encoder, decoder = (weight.unflatten(0, (self.num_units, -1)) for weight in (self.encoder, self.decoder))
+        states = self.activation(rows_into_experts(x, encoder, code.indices, selection))
+        order = selection.by_unit(code.indices, self.num_units).order
+        weighted = states * code.activations.flatten()[order].unsqueeze(-1)
+        return experts_into_rows(weighted, decoder, code.indices, selection)

@@ -6,7 +6,7 @@ in plain dense PyTorch, the oracle of the tests.
 """
 
 from mxd.ops.cutoff import kth_largest
-from mxd.ops.experts import bilinear, grouped_linear
+from mxd.ops.experts import bilinear, experts_into_rows, grouped_linear, rows_into_experts
 from mxd.ops.low_rank import low_rank_mixture
 from mxd.ops.nested import nested_decode
 from mxd.ops.sparse import (
@@ -25,12 +25,14 @@ __all__ = [
     "Selection",
     "bilinear",
     "candidate_dtype",
+    "experts_into_rows",
     "grouped_linear",
     "kth_largest",
     "linear_at",
     "low_rank_mixture",
     "metered_as",
     "nested_decode",
+    "rows_into_experts",
     "sparse_decode",
     "topk_linear",
     "use_triton",

@@ -36,6 +36,40 @@ def grouped_linear(
     return _GroupedLinear.apply(values, indices, rows, weight, selection or Selection())
 
 
+def rows_into_experts(
+    rows: Float[Tensor, "tokens d"],
+    weight: Float[Tensor, "units m d"],
+    indices: Int[Tensor, "tokens k"],
+    selection: Selection,
+) -> Float[Tensor, "chosen m"]:
+    """Return ``rows[t] @ weight[n].T`` for each unit n that token t uses, sorted by unit (``Selection.by_unit``).
+
+    Args:
+        rows: what the units multiply.
+        weight: one matrix per unit.
+        indices: the numbers of the units that each token uses.
+        selection: of these indices.
+    """
+    return _Into.apply(rows, weight, indices, selection)
+
+
+def experts_into_rows(
+    states: Float[Tensor, "chosen m"],
+    weight: Float[Tensor, "units m d"],
+    indices: Int[Tensor, "tokens k"],
+    selection: Selection,
+) -> Float[Tensor, "tokens d"]:
+    """Return for each token t the sum of ``states[e] @ weight[n]`` over its units n, with e as ``rows_into_experts``.
+
+    Args:
+        states: one vector for each pair of a token and a unit that it uses, sorted by unit.
+        weight: one matrix per unit.
+        indices: the numbers of the units that each token uses.
+        selection: of these indices.
+    """
+    return _OutOf.apply(states, weight, indices, selection)
+
+
 def bilinear(
     left: Float[Tensor, "tokens p"], right: Float[Tensor, "tokens q"], core: Float[Tensor, "p q r"]
 ) -> Float[Tensor, "tokens r"]:
@@ -59,7 +93,7 @@ class _GroupedLinear(torch.autograd.Function):
         out = rows.new_zeros(len(rows), weight.shape[2])
         flat = values.reshape(-1, 1)
         for unit, entries, tokens in selection.groups(indices, len(weight)):
-            out.index_add_(0, tokens, flat[entries] * (rows[tokens] @ weight[unit]))
+            out.index_add_(0, tokens, flat[entries] * (rows.index_select(0, tokens) @ weight[unit]))
         return out
 
     @staticmethod
@@ -69,12 +103,74 @@ class _GroupedLinear(torch.autograd.Function):
         flat = values.reshape(-1, 1)
         to_values, to_rows, to_weight = torch.zeros_like(flat), torch.zeros_like(rows), torch.zeros_like(weight)
         for unit, entries, tokens in ctx.selection.groups(indices, len(weight)):
-            read, upstream, value = rows[tokens], grad[tokens], flat[entries]
+            read, upstream = (full.index_select(0, tokens) for full in (rows, grad))
+            value = flat[entries]
             back = upstream @ weight[unit].T
             to_values[entries] = (back * read).sum(1, keepdim=True)
             to_rows.index_add_(0, tokens, value * back)
             torch.mm((value * read).T, upstream, out=to_weight[unit])
         return to_values.view_as(values), None, to_rows, to_weight, None
+
+
+class _Into(torch.autograd.Function):
+    """Rows are gathered unit by unit, here and in ``_OutOf``: all of them, [tokens k, d], would not stay in cache."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, indices: Tensor, selection: Selection) -> Tensor:
+        ctx.save_for_backward(rows, weight, indices)
+        ctx.selection = selection
+        states = rows.new_empty(indices.numel(), weight.shape[1])
+        sizes, tokens = _parts(indices, len(weight), selection)
+        for own, chosen, part in zip(weight, tokens, states.split(sizes), strict=True):
+            torch.mm(rows.index_select(0, chosen), own.T, out=part)
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, indices = ctx.saved_tensors
+        grad, to_weight = grad.contiguous(), torch.empty_like(weight)
+        sizes, tokens = _parts(indices, len(weight), ctx.selection)
+        for to_own, chosen, part in zip(to_weight, tokens, grad.split(sizes), strict=True):
+            torch.mm(part.T, rows.index_select(0, chosen), out=to_own)
+        to_rows = _out_of(grad, weight, indices, ctx.selection) if ctx.needs_input_grad[0] else None
+        return to_rows, to_weight, None, None
+
+
+class _OutOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, indices: Tensor, selection: Selection) -> Tensor:
+        ctx.save_for_backward(states, weight, indices)
+        ctx.selection = selection
+        return _out_of(states, weight, indices, selection)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, indices = ctx.saved_tensors
+        to_states, to_weight = torch.empty_like(states), torch.empty_like(weight)
+        sizes, tokens = _parts(indices, len(weight), ctx.selection)
+        groups = zip(weight, to_weight, tokens, states.split(sizes), to_states.split(sizes), strict=True)
+        for own, to_own, chosen, part, to_part in groups:
+            upstream = grad.index_select(0, chosen)
+            torch.mm(upstream, own.T, out=to_part)
+            torch.mm(part.T, upstream, out=to_own)
+        return to_states, to_weight, None, None
+
+
+def _out_of(states: Tensor, weight: Tensor, indices: Tensor, selection: Selection) -> Tensor:
+    out = states.new_zeros(len(indices), weight.shape[2])
+    sizes, tokens = _parts(indices, len(weight), selection)
+    for own, chosen, part in zip(weight, tokens, states.split(sizes), strict=True):
+        out.index_add_(0, chosen, part @ own)
+    return out
+
+
+def _parts(indices: Tensor, units: int, selection: Selection) -> tuple[list[int], tuple[Tensor, ...]]:
+    """Return how many tokens each unit has, and which."""
+    plan = selection.by_unit(indices, units)
+    sizes = plan.sizes()
+    return sizes, plan.tokens.split(sizes)
 
 
 class _Bilinear(torch.autograd.Function):
@@ -93,7 +189,7 @@ class _Bilinear(torch.autograd.Function):
         flat = core.flatten(0, 1)
         to_left, to_right, to_core = torch.empty_like(left), torch.empty_like(right), torch.zeros_like(flat)
         for tile in _tiles(left, right):
-            to_core.addmm_(_outer(left[tile], right[tile]).T, grad[tile])
+            torch.addmm(to_core, _outer(left[tile], right[tile]).T, grad[tile], out=to_core)
             pairs = (grad[tile] @ flat.T).view(-1, left.shape[1], right.shape[1])
             to_left[tile] = (pairs @ right[tile].unsqueeze(2)).squeeze(2)
             to_right[tile] = (left[tile].unsqueeze(1) @ pairs).squeeze(1)

@@ -4,8 +4,9 @@ What is metered is the code that runs, so a new layer or model family needs noth
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One of the two tensors of a dense product, or of a batch of them."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the memory that it lies in."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+
+Product = tuple[Factor, Factor]
+"""A dense product, or a batch of them."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,10 @@ class Cost:
     """Bytes of its largest tensor."""
     kept: int = 0
     """Bytes that are still held after it."""
+    gathered: int = 0
+    """Bytes of the rows of tables that its operations read by number."""
+    products: Counter[Product] = field(default_factory=Counter)
+    """How often it takes each dense product."""
 
 
 def meter(run: Callable[[], Any]) -> Cost:
@@ -43,13 +66,27 @@ def meter(run: Callable[[], Any]) -> Cost:
     with _Meter() as costs, FlopCounterMode(display=False) as counter:
         run()
     return Cost(
-        counter.get_total_flops(), costs.rounded, costs.sparse, costs.moved, costs.peak, costs.largest, costs.live
+        flops=counter.get_total_flops(),
+        rounded=costs.rounded,
+        sparse=costs.sparse,
+        moved=costs.moved,
+        peak=costs.peak,
+        largest=costs.largest,
+        kept=costs.live,
+        gathered=costs.gathered,
+        products=costs.products,
     )
 
 
 _aten = torch.ops.aten
 
-_ROWS_READ = {_aten.embedding, _aten.index, _aten.gather}
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+"""Operations that are a dense product of their last two arguments, or a batch of them."""
+
+_ROWS = {_aten.embedding, _aten.index, _aten.index_select}
+"""Operations that return rows of a table."""
+
+_ROWS_READ = {*_ROWS, _aten.gather}
 """Operations that read no more of their table than they return."""
 
 _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only, _aten._embedding_bag_per_sample_weights_backward}
@@ -61,7 +98,8 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.rounded = self.sparse = self.moved = self.largest = 0
+        self.live = self.peak = self.rounded = self.sparse = self.moved = self.largest = self.gathered = 0
+        self.products: Counter[Product] = Counter()
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +114,14 @@ class _Meter(TorchDispatchMode):
             self.hold(tensor)
         if func.overloadpacket in flop_registry and outputs[0].dtype is torch.bfloat16:
             self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        if func.overloadpacket in _PRODUCTS:
+            left, right = (Factor(tuple(t.shape), t.stride(), t.dtype) for t in list(_tensors(args))[-2:])
+            self.products[left, right] += 1
+        if func.overloadpacket in _ROWS and args[0].ndim > 1:
+            self.gathered += _bytes(outputs[0])
         if func.overloadpacket in _BAGS:
             self.sparse += 2 * _indices(args).numel() * args[0].shape[1]
+            self.gathered += _rows_of_bags(args)
         if not func.is_view:
             self.moved += _traffic(func, list(_tensors((args, kwargs))), outputs)
         return out
@@ -114,9 +158,13 @@ def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     if packet in _ROWS_READ:  # each row is read once and written once
         return 2 * written
     if packet in _BAGS:  # a bag reads its rows and writes their sum; the gradient's two tables are equally wide
-        indices, table = _indices(inputs), inputs[0]
-        return written + _bytes(indices) + indices.numel() * table.shape[1] * table.element_size()
+        return written + _bytes(_indices(inputs)) + _rows_of_bags(inputs)
     return written + sum(map(_bytes, inputs))
+
+
+def _rows_of_bags(inputs: Any) -> int:
+    """Return the bytes of the rows that bags read."""
+    return _indices(inputs).numel() * inputs[0].shape[1] * inputs[0].element_size()
 
 
 def _indices(inputs: Any) -> Tensor:

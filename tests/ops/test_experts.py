@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxd.ops import Selection, bilinear, grouped_linear
+from mxd.ops import Selection, bilinear, experts_into_rows, grouped_linear, rows_into_experts
 
 T, N, K, D, O = 6, 5, 3, 4, 2  # noqa: E741
 DOUBLE = {"dtype": torch.float64}
@@ -42,6 +42,25 @@ def test_grouped_products_and_their_gradients(rows, weight, code):
     found, true = (torch.autograd.grad(out, inputs, upstream) for out in (got, expected))
     torch.testing.assert_close(found, true)
     assert torch.equal(found[2][2], torch.zeros(D, O, **DOUBLE))  # of a unit that no token has
+
+
+def test_rows_go_into_experts_and_back(rows, weight, code):
+    """States in the middle, half as wide as rows: each is a product, sorted by unit; and so are all gradients."""
+    values, indices = code
+    back, selection = torch.randn(N, D, O, **DOUBLE, requires_grad=True), Selection()
+    order = selection.by_unit(indices, N).order
+    states = rows_into_experts(rows, weight.mT, indices, selection)
+    tokens, units = order // K, indices.flatten()[order]
+    torch.testing.assert_close(states, torch.einsum("ed,edo->eo", rows[tokens], weight[units]))
+    assert units.tolist() == sorted(indices.flatten().tolist())
+    got = experts_into_rows(states.sin() * values.flatten()[order].unsqueeze(1), back.mT, indices, selection)
+    between = torch.einsum("td,tkdo->tko", rows, weight[indices]).sin() * values.unsqueeze(2)
+    expected = torch.einsum("tko,tkdo->td", between, back[indices])
+    torch.testing.assert_close(got, expected)
+    inputs, upstream = (values, rows, weight, back), torch.randn_like(got)
+    found, true = (torch.autograd.grad(out, inputs, upstream) for out in (got, expected))
+    torch.testing.assert_close(found, true)
+    assert torch.equal(found[3][2], torch.zeros(D, O, **DOUBLE))
 
 
 def test_a_selection_is_sorted_once(rows, weight, code, monkeypatch):

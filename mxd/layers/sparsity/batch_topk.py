@@ -55,7 +55,10 @@ class BatchTopKConfig(SparsityConfig):
 
 
 class _Chosen(NamedTuple):
-    """The units of some tokens: as many entries for each token as the one with most has."""
+    """The units of some tokens: as many entries for each token as the one with most has.
+
+    Entries that are not kept may name a unit again.
+    """
 
     indices: Int[Tensor, "tokens width"]
     kept: Bool[Tensor, "tokens width"]
@@ -144,9 +147,10 @@ def _full(values: Float[Tensor, "tokens width"], cutoff: Float[Tensor, ""], gate
 def _shortened(
     values: Float[Tensor, "tokens width"], indices: Int[Tensor, "tokens width"], kept: Bool[Tensor, "tokens width"]
 ) -> _Chosen:
-    """Drop from lists what no token needs."""
+    """Drop from lists what no token needs; what is left over names the token's first unit again, already in cache."""
     if values.is_meta or not len(values):
         return _Chosen(indices, kept)
     longest = max(1, int(kept.sum(1).amax()))
     kept, places = kept.to(torch.uint8).topk(longest, dim=1)
-    return _Chosen(indices.gather(1, places), kept.bool())
+    indices = indices.gather(1, places)
+    return _Chosen(torch.where(kept.bool(), indices, indices[:, :1]), kept.bool())

@@ -137,14 +137,16 @@ def entmax15(scores: Float[Tensor, "tokens units"]) -> Float[Tensor, "tokens uni
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        half = (scores - scores.amax(-1, keepdim=True)) / 2
-        ordered = half.sort(-1, descending=True).values
-        count = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
+        half = (scores - scores.amax(-1, keepdim=True)).div_(2)
+        # The largest share is at most 1, so tau is at least -1: what lies below has no share and need not be sorted.
+        most = half.shape[-1] if half.is_meta or not len(half) else max(1, int((half > -1).sum(-1).amax()))
+        ordered = half.topk(most, dim=-1).values
+        count = torch.arange(1, most + 1, device=scores.device, dtype=scores.dtype)
         mean = ordered.cumsum(-1) / count
         spread = ordered.square().cumsum(-1) - count * mean.square()  # sum of squares about the mean of the first
         tau = mean - ((1 - spread) / count).clamp_min(0).sqrt()
         support = (tau <= ordered).sum(-1, keepdim=True)
-        shares = (half - tau.gather(-1, support - 1)).clamp_min(0).square()
+        shares = half.sub_(tau.gather(-1, support - 1)).clamp_min_(0).square_()
         ctx.save_for_backward(shares)
         return shares
 
@@ -154,4 +156,4 @@ class _Entmax(torch.autograd.Function):
         (shares,) = ctx.saved_tensors
         root = shares.sqrt()
         grad = grad * root
-        return grad - root * (grad.sum(-1, keepdim=True) / root.sum(-1, keepdim=True))
+        return grad.sub_(root.mul_(grad.sum(-1, keepdim=True) / root.sum(-1, keepdim=True)))
