@@ -117,7 +117,7 @@ class JumpReLU(Sparsity):
             l0 = torch.stack(self.active).mean()
             self.processes.average([l0])
             off = math.log(max(float(l0) / self.config.l0, 0.1))
-            self.threshold += GAIN * off * self.threshold.mean()
+            self.threshold.add_(GAIN * off * self.threshold.mean())
         self.threshold.clamp_min_(0)
         self.active = []
 
