@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxd.common.errors import printable
 from mxd.common.files import atomic_file
@@ -10,6 +10,9 @@ from mxd.common.parsing import without_surrogates
 from mxd.layers.sparsity import AlwaysConfig
 from mxd.metrics import CE_INCREASE, NMSE
 from mxd.report.source import Node
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 PALETTE = {
     "red": "#d1304b",
@@ -112,7 +115,13 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     if lines or floors:
         left.legend(frameon=False)
     figure.suptitle(f"{model}, {source} {split} text: lower is more faithful", fontsize=10)
-    path = Path(path)
+    return save_figure(figure, Path(path))
+
+
+def save_figure(figure: "MatplotlibFigure", path: Path) -> Path:
+    """Write a figure, whole or not at all, and close it; the suffix of ``path`` says in which format."""
+    from matplotlib import pyplot as plt
+
     with atomic_file(path) as file:
         figure.savefig(file, dpi=160, format=path.suffix[1:])
     plt.close(figure)

@@ -90,7 +90,7 @@ class _Span:
             ticks = list(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
             low, high = (low if axis.low is not None else ticks[0]), (high if axis.high is not None else ticks[-1])
         else:
-            ticks = list(LogLocator(subs=_log_ticks(high / low)).tick_values(low, high))
+            ticks = list(LogLocator(subs=log_ticks(high / low)).tick_values(low, high))
             low, high = low / 1.1, high * 1.1
         self.low, self.high = low, high
         self.decimals = max((len(f"{t:.3g}".partition(".")[2]) for t in ticks if 1e-3 <= abs(t) < 1e3), default=0)
@@ -109,7 +109,7 @@ class _Span:
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def _log_ticks(ratio: float) -> tuple[float, ...]:
+def log_ticks(ratio: float) -> tuple[float, ...]:
     """Return the ticks within a decade of an axis from ``low`` to ``ratio * low``."""
     return (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if ratio < 8 else (1.0, 2.0, 5.0) if ratio < 300 else (1.0,)
 

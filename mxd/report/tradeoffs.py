@@ -185,9 +185,9 @@ def _by_activity(results: Results, keys: Keys, where: str) -> Figure | None:
 
 def _by_decomposition(results: Results, keys: Keys, where: str) -> Figure | None:
     title = (
-        f"Faithfulness against decomposition{where}: each point is a replacement. Bottom right is better: lower is more "
-        f"faithful, further right more of a mixture. “{FIXED.title}” over {NMSE.title} is 1 for a transcoder, whose "
-        f"units have one direction each; “{ROUTED.title}” is 0 for a dense MLP, which chooses nothing; "
+        f"Faithfulness against decomposition{where}: each point is a replacement. Bottom right is better: lower is "
+        f"more faithful, further right more of a mixture. “{FIXED.title}” over {NMSE.title} is 1 for a transcoder, "
+        f"whose units have one direction each; “{ROUTED.title}” is 0 for a dense MLP, which chooses nothing; "
         f"“{INTERACTION.title}” is 0 for both. So what is right in the first column alone may be a dense MLP in "
         "disguise, and what is right in the second alone a transcoder."
     )

@@ -56,6 +56,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
     (folder / "config.yaml").write_text(f"run: made-up\n# {EVIL}\n")
     lines = [
         {"step": s, "tokens": 4096 * s, "replacement": name, "normalized_mse": 0.02 / s, "seconds": 1.5 * s}
+        | {"step_seconds": 0.01 * (1 + s % 3), "dead_share": 0.5 / s}
         for s in range(1, 151)
         for name in layers
     ]
