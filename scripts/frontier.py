@@ -61,7 +61,12 @@ from mxd.report.tradeoffs import DECADE, MIXTURE, mixture, value
 
 UNITS = Metric("units", "N", "{:,.0f}", "units of the layer", unit="units")
 K = Metric("k", "K", "{:.0f}", "units that the layer chooses for a token, where that is a fixed number", unit="units")
-MIXED = Metric("mixture", "fixed / NMSE", "{:.2f}", "1 for a transcoder; the higher, the more of a mixture of decoders")
+MIXED = Metric(
+    "mixture",
+    "fixed / NMSE",
+    "{:.2f}",
+    "1 for a transcoder and what explains little; the higher, the more of a mixture",
+)
 DEAD_IN_TRAINING = Metric(
     "dead_in_training",
     "dead",
@@ -381,7 +386,8 @@ def _panel(axes: Any, rows: Sequence[Row], pair: tuple[Axis, Axis], keys: dict[s
             ticks.set_major_formatter(lambda value, _: PLAIN.said(value))
             ticks.set_minor_locator(NullLocator())
         elif direction == "y":
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+            bottom, top = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
+            axes.set_ylim(bottom, top + 0.03 * (top - bottom))
         axes.set(**{f"{direction}label": axis.label or axis.metric.label})
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

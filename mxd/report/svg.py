@@ -111,6 +111,8 @@ class _Span:
 
 def log_ticks(ratio: float) -> tuple[float, ...]:
     """Return the ticks within a decade of an axis from ``low`` to ``ratio * low``."""
+    if ratio < 2:
+        return (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
     return (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if ratio < 8 else (1.0, 2.0, 5.0) if ratio < 300 else (1.0,)
 
 

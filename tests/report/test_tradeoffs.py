@@ -91,6 +91,14 @@ def test_numbers_of_an_axis_do_not_run_into_each_other():
     assert panel.drawing.count("data-source") == 4
 
 
+@pytest.mark.parametrize(("high", "ticks"), [(1.5, 4), (3.0, 4), (60.0, 6), (5e4, 5)])
+def test_a_logarithmic_axis_has_some_numbers_however_short(high, ticks):
+    key = slots(["MxD"])["MxD"]
+    points = [svg.Point(x, 1.0) for x in (1.0, high)]
+    panel = svg.lines("y", svg.Axis("x", "log"), svg.Axis("y"), [svg.Line(key, points)])
+    assert len(re.findall(r'class="t xl"', panel.drawing)) == ticks
+
+
 def test_a_line_whose_points_are_not_marked_has_a_few_markers_elsewhere_than_its_neighbours():
     keys = slots(["MxD", "TC"])
     points = [svg.Point(float(x), 1.0) for x in range(1, 101)]
