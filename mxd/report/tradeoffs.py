@@ -188,8 +188,8 @@ def _by_decomposition(results: Results, keys: Keys, where: str) -> Figure | None
         f"Faithfulness against decomposition{where}: each point is a replacement. Bottom right is better: lower is "
         f"more faithful, further right more of a mixture. “{FIXED.title}” over {NMSE.title} is 1 for a transcoder, "
         "whose units have one direction each, and for whatever explains little; "
-        f"“{ROUTED.title}” is 0 for a dense MLP, which chooses nothing; “{INTERACTION.title}” is 0 for both. So what is "
-        "right in the first column alone may be a dense MLP in disguise, and in the second alone a transcoder."
+        f"“{ROUTED.title}” is 0 for a dense MLP, which chooses nothing; “{INTERACTION.title}” is 0 for both. So what "
+        "is right in the first column alone may be a dense MLP in disguise, and in the second alone a transcoder."
     )
     known = [(r, n) for r, n in results if math.isfinite(mixture(n))]
     xs = [MIXTURE, Quantity.metric(ROUTED, "routed share"), Quantity.metric(INTERACTION, "interaction share")]
