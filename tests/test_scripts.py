@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import mxd
+from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.ops import reference
 
@@ -99,6 +101,94 @@ def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
     assert found["settings"]["candidates"] == "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is only made up, with a layer of another kind of sparsity and one that chooses nothing."""
+    extra = {
+        "block1-tc-batchk8": {"method": "transcoder", "sparsity": {"kind": "batch_topk", "k": 8}},
+        "block1-linear": {"method": "linear", "num_units": 1},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent / "report")
+        from full_run import fill
+    return fill(tmp_path_factory.mktemp("runs") / "seed", extra=extra)
+
+
+@pytest.fixture
+def seeds(tmp_path: Path, made_up: Path) -> list[Path]:
+    """The run under two seeds; under the second the errors are three times as large."""
+    folders = [tmp_path / "seed-7", tmp_path / "seed-8"]
+    for folder in folders:
+        shutil.copytree(made_up, folder)
+    for config in folders[1].glob("block*/config.json"):
+        config.write_text(config.read_text().replace('"seed": 7', '"seed": 8'))
+    file = folders[1] / "faithfulness.json"
+    found = json.loads(file.read_text())
+    for result in found["results"].values():
+        result["blocks"]["1"]["normalized_mse"] *= 3
+    file.write_text(json.dumps(found))
+    return folders
+
+
+def test_frontier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[Path], capsys) -> None:
+    (group,) = run(monkeypatch, tmp_path, "frontier", *map(str, seeds), "--markdown")
+    assert [group[key] for key in ("model", "block", "tokens")] == ["made-up", 1, 409_600]
+    assert group["runs"] == [{"folder": "seed-7", "seed": 7}, {"folder": "seed-8", "seed": 8}]
+    # By K, within it by CE increase; batch top-k stands with the K that is its L0, and what chooses nothing is last.
+    names = ["mxd-k8", "tc-k8", "cp-mumoe-r4-k8", "tc-batchk8", "mxd-k32", "tc-k32", "cp-mumoe-r4-k32", "linear"]
+    assert [row["layer"] for row in group["rows"]] == [f"block1-{name}" for name in names]
+    row = group["rows"][1]
+    assert row["seeds"] == [7, 8] and row["k"] == 8 and row["units"] == 120 and row["line"] == "TC (topk)"
+    spread = {key: pytest.approx(0.005 * times) for key, times in (("mean", 2), ("low", 1), ("high", 3))}
+    assert row["metrics"]["normalized_mse"] == spread
+    assert row["metrics"]["mixture"]["mean"] == pytest.approx((0.03 / 0.005 + 0.03 / 0.015) / 2)
+    assert row["metrics"]["step_ms"]["mean"] == pytest.approx(20)
+    assert row["metrics"]["token_us"]["mean"] == pytest.approx(20_000 / 4096)
+    assert row["metrics"]["dead_in_training"]["mean"] == pytest.approx(0.5 / 150)
+    text = capsys.readouterr().out
+    faithful = "| 8 | 8.0 | 0.0100 (0.0050 to 0.0150) | 0.100 | +0.0200 ± 0.0010 | 0.0200 | 3.5 |"
+    assert f"| TC (topk), k8 | 120 {faithful}" in text and "| TC (batch topk), batchk8 | 120 | – | 8.0 |" in text
+    assert "| NMSE (range) |" in text and "tokens agreed ± s.e. |" in text
+
+
+def test_frontier_takes_runs_apart_that_cannot_be_averaged(tmp_path: Path, seeds: list[Path]) -> None:
+    module, groups = script("frontier"), {}
+    module.read(seeds[0], groups)
+    with pytest.raises(MxdError, match=r"same seed \(7\)"):
+        module.read(seeds[0], groups)
+    for config in seeds[1].glob("block*/config.json"):
+        config.write_text(config.read_text().replace('"tokens": 409600', '"tokens": 819200'))
+    module.read(seeds[1], groups)
+    assert [group.about["tokens"] for group in groups.values()] == [409_600, 819_200]
+    (seeds[0] / "faithfulness.json").unlink()
+    with pytest.raises(MxdError, match="seed-7 holds no faithfulness"):
+        module.read(seeds[0], groups)
+
+
+@pytest.mark.long
+def test_frontier_draws_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[Path]) -> None:
+    from matplotlib.axes import Axes
+
+    drawn, levels = [], []
+    points, level = Axes.errorbar, Axes.axhline
+    monkeypatch.setattr(Axes, "errorbar", lambda self, x, y, **k: drawn.append((x, y, k)) or points(self, x, y, **k))
+    monkeypatch.setattr(Axes, "axhline", lambda self, y, **k: levels.append(y) or level(self, y, **k))
+    module, groups = script("frontier"), {}
+    for folder in seeds:
+        module.read(folder, groups)
+    (group,) = groups.values()
+    assert module.draw(group, "l0", tmp_path / "l0.png").read_bytes().startswith(b"\x89PNG")
+    assert len(drawn) == 2 * 7 and len(levels) == 2  # the linear map chooses nothing
+    x, y, how = drawn[1]
+    assert (x, y) == (8, pytest.approx(0.01)) and how["yerr"] == [[pytest.approx(0.005)]] * 2
+    drawn.clear()
+    assert module.draw(group, "cost", tmp_path / "cost.png").stat().st_size
+    assert len(drawn) == 3 * 8 and len(levels) == 2
+    for row in group.rows.values():
+        row.values = {key: values for key, values in row.values.items() if key == "l0"}
+    assert module.draw(group, "decomposition", tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxd.common.errors import printable
 from mxd.common.files import atomic_file
@@ -11,27 +11,52 @@ from mxd.layers.sparsity import AlwaysConfig
 from mxd.metrics import CE_INCREASE, NMSE
 from mxd.report.source import Node
 
-STYLES = {
-    "MxD": ("#d1495b", "o"),
-    "TC": ("#30638e", "s"),
-    "STC": ("#00798c", "^"),
-    "CP-muMoE": ("#edae49", "D"),
-    "TR-muMoE": ("#c77b0a", "d"),
-    "Tucker-muMoE": ("#8c6d1f", "p"),
-    "MoE": ("#6a4c93", "h"),
-    "SAE": ("#7a7a7a", "v"),
-    "muMoE-block": ("#8f5d2c", "P"),
-    "Monet-HD": ("#6a4c93", "p"),
-    "Monet-VD": ("#b07cc6", "h"),
-    "PEER": ("#386641", "X"),
-    "SMoE": ("#bc6c25", "<"),
-    "MoV": ("#8f2d56", "P"),
-    "Linear": ("#2b2d42", "_"),
-    "Low-rank": ("#8d99ae", "_"),
-    "MOLT": ("#4d9221", "P"),
-    "SMOLT": ("#a03d86", "X"),
-    "M-TC": ("#6b4fa6", "p"),
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+PALETTE = {
+    "red": "#d1304b",
+    "blue": "#1f5f9e",
+    "teal": "#00897b",
+    "amber": "#b87400",
+    "grey": "#747c84",
+    "violet": "#7a52c4",
+    "green": "#3d6b12",
+    "magenta": "#c2479f",
+    "brown": "#6e3a1e",
+    "sky": "#2f8fd0",
+    "ink": "#1c2024",
 }
+"""Colours by name. The page's style sheet has the same, numbered in this order, and others for dark screens."""
+
+STYLES = {
+    "MxD": ("red", "o"),
+    "TC": ("blue", "s"),
+    "STC": ("teal", "^"),
+    "M-TC": ("sky", "o"),
+    "M-STC": ("brown", "s"),
+    "CP-muMoE": ("amber", "D"),
+    "TR-muMoE": ("teal", "d"),
+    "Tucker-muMoE": ("red", "X"),
+    "muMoE-block": ("green", "*"),
+    "MoE": ("violet", "P"),
+    "SMoE": ("sky", "X"),
+    "MoV": ("blue", ">"),
+    "Monet-HD": ("magenta", "*"),
+    "Monet-VD": ("ink", "<"),
+    "PEER": ("brown", "v"),
+    "MOLT": ("violet", "d"),
+    "SMOLT": ("amber", "^"),
+    "SAE": ("grey", "v"),
+    "M-SAE": ("green", "<"),
+    "Linear": ("ink", "_"),
+    "Low-rank": ("grey", "_"),
+}
+"""Colour and marker (matplotlib's letter) of each method: those that share a marker have colours that differ for every
+kind of colour vision, and those that share a colour have markers of different kinds."""
+
+OTHERS = (("blue", "o"), ("amber", "o"), ("magenta", "s"), ("green", "^"), ("grey", "D"), ("ink", "X"))
+"""The same, in turn, for whatever is not in ``STYLES``."""
 
 
 def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
@@ -69,12 +94,12 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     for (method, block), points in lines.items():
         points.sort()
         ks, errors, increase, deviations = zip(*points, strict=True)
-        color, marker = STYLES.get(method, ("black", "x"))
-        style = {"color": color, "marker": marker, "label": f"{method}, block {block}" if several else method}
+        color, marker = STYLES.get(method, OTHERS[0])
+        style = {"color": PALETTE[color], "marker": marker, "label": f"{method}, block {block}" if several else method}
         left.plot(ks, errors, **style)
         right.errorbar(ks, increase, yerr=deviations, capsize=3, **style)
     for method, block, *levels in floors:
-        color = STYLES.get(method, ("black", "x"))[0]
+        color = PALETTE[STYLES.get(method, OTHERS[0])[0]]
         label = f"{method}, block {block}" if several else method
         for axes, level in zip((left, right), levels, strict=True):
             axes.axhline(level, color=color, linestyle="--", linewidth=1, label=label)
@@ -90,7 +115,13 @@ def frontier(evaluation: Mapping[str, Any], path: str | Path) -> Path:
     if lines or floors:
         left.legend(frameon=False)
     figure.suptitle(f"{model}, {source} {split} text: lower is more faithful", fontsize=10)
-    path = Path(path)
+    return save_figure(figure, Path(path))
+
+
+def save_figure(figure: "MatplotlibFigure", path: Path) -> Path:
+    """Write a figure, whole or not at all, and close it; the suffix of ``path`` says in which format."""
+    from matplotlib import pyplot as plt
+
     with atomic_file(path) as file:
         figure.savefig(file, dpi=160, format=path.suffix[1:])
     plt.close(figure)

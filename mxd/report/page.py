@@ -61,12 +61,12 @@ def build_sections(run: Run) -> list[Section]:
 
 def title(run: Run) -> str:
     """Return the report's title: the run, and what it is about."""
-    models = sorted({_short(layer.provenance.model) for layer in run.layers})
+    models = sorted({short_name(layer.provenance.model) for layer in run.layers})
     name = run.folder.resolve().name
     return f"{name}: replacements for MLPs of {', '.join(models)}" if models else name
 
 
-def _short(model: str) -> str:
+def short_name(model: str) -> str:
     """Return a base model's name without the folders it lies in; a Hub id stays whole."""
     return model if model.count("/") < 2 else model.rpartition("/")[2]
 

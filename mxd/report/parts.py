@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from markupsafe import Markup
 
 from mxd.metrics import Metric
-from mxd.report.figures import STYLES
+from mxd.report.figures import OTHERS, PALETTE, STYLES
 from mxd.report.source import Node
 
 NOTHING = "–"
@@ -58,11 +58,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Key:
-    """A line of a legend: colour and marker by slot, dashes by variant."""
+    """A line of a legend: colour and marker by method, dashes and the marker's filling by variant."""
 
     label: str
-    slot: int
-    dash: int = 0
+    colour: int
+    """Its number in ``PALETTE``."""
+    marker: str
+    variant: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,10 +205,11 @@ def with_error(cell: Cell, error: Node | None) -> Cell:
 
 
 def slots(lines: Sequence[str]) -> dict[str, Key]:
-    """Return a legend's keys by line: a colour for each method, the same on every page, dashes for its variants."""
+    """Return a legend's keys by line: colour and marker of each method are the same on every page (``STYLES``)."""
     known = list(STYLES)
     lines = sorted(
-        dict.fromkeys(lines), key=lambda line: known.index(m) if (m := _method(line)) in known else len(known)
+        dict.fromkeys(lines),
+        key=lambda line: (known.index(m), line) if (m := _method(line)) in known else (len(known), ""),
     )
     methods = dict.fromkeys(map(_method, lines))
     others = [method for method in methods if method not in known]
@@ -214,9 +217,9 @@ def slots(lines: Sequence[str]) -> dict[str, Key]:
     keys = {}
     for line in lines:
         method = _method(line)
-        slot = known.index(method) if method in known else len(known) + others.index(method) % 3
-        keys[line] = Key(line, slot, seen.get(method, 0))
-        seen[method] = keys[line].dash + 1
+        colour, marker = STYLES[method] if method in known else OTHERS[others.index(method) % len(OTHERS)]
+        keys[line] = Key(line, list(PALETTE).index(colour), marker, seen.get(method, 0))
+        seen[method] = keys[line].variant + 1
     return keys
 
 

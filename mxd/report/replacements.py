@@ -12,7 +12,7 @@ from mxd.layers.sparsity import AlwaysConfig
 from mxd.report.figures import STYLES
 from mxd.report.source import Node
 
-SWEPT = {"num_units", "sparsity.k", "sparsity.l1"}
+SWEPT = {"num_units", "sparsity.k", "sparsity.l0", "sparsity.l1"}
 """Fields that vary along one line of a figure; all others distinguish lines."""
 
 USUAL_K = 32

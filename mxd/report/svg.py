@@ -11,12 +11,19 @@ from typing import Literal
 
 from markupsafe import Markup
 
+from mxd.report.markers import VARIANTS, marker
 from mxd.report.parts import Key, Panel
 
 WIDTH, HEIGHT = 340.0, 244.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 40.0
 CAPTION = 16.0
 """Room above the vertical axis for its name."""
+DIGIT = 7.0
+"""Width of a digit of the ticks' numbers, with some space."""
+SPARSE_MARKS = 3
+"""Markers on a line whose points have none, for those who cannot tell its colour."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, less their whole parts, are spread evenly: where markers of neighbouring lines stand."""
 Scale = Literal["linear", "log"]
 
 
@@ -38,8 +45,11 @@ class Line:
     key: Key
     points: Sequence[Point]
     marks: bool = True
+    """Mark every point, not only a few."""
     interval: bool = False
     """Show the ranges as a shaded interval, not as bars."""
+    joined: bool = True
+    """Connect the points."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class _Span:
             ticks = list(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
             low, high = (low if axis.low is not None else ticks[0]), (high if axis.high is not None else ticks[-1])
         else:
-            ticks = list(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)).tick_values(low, high))
+            ticks = list(LogLocator(subs=log_ticks(high / low)).tick_values(low, high))
             low, high = low / 1.1, high * 1.1
         self.low, self.high = low, high
         self.decimals = max((len(f"{t:.3g}".partition(".")[2]) for t in ticks if 1e-3 <= abs(t) < 1e3), default=0)
@@ -99,6 +109,13 @@ class _Span:
         return round(self.start + share * (self.end - self.start), 1)
 
 
+def log_ticks(ratio: float) -> tuple[float, ...]:
+    """Return the ticks within a decade of an axis from ``low`` to ``ratio * low``."""
+    if ratio < 2:
+        return (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
+    return (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if ratio < 8 else (1.0, 2.0, 5.0) if ratio < 300 else (1.0,)
+
+
 def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
     """Draw lines.
 
@@ -114,9 +131,9 @@ def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
     height = HEIGHT + top - TOP
     up = _Span(y, ends, height - BOTTOM, top)
     parts = [_frame(x, "" if y.label == title else y.label, across, up)]
-    for line in drawn:
-        shown = [p for p in line.points if math.isfinite(p.y) and (y.scale == "linear" or p.y > 0)]
-        parts.append(_line(line, shown, across, up, x, y))
+    for number, line in enumerate(drawn):
+        shown = [p for p in line.points if _shown(x, p.x) and _shown(y, p.y)]
+        parts.append(_line(line, shown, across, up, number * GOLDEN % 1))
     return Panel(title, _svg(parts, height, _alt(title, x, y, drawn)), _alt(title, x, y, drawn))
 
 
@@ -141,7 +158,7 @@ def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Poin
         parts.append(Markup('<text class="t yl" x="{}" y="{}">{}</text>').format(left - 8, at + 4, short))
         parts += [
             Markup('<g class="s{}">{}</g>').format(
-                key.slot,
+                key.colour,
                 _mark(
                     key, across(p.x), at + 6 * (i - (len(row) - 1) / 2), f"{name}, {key.label}: {x.said(p.x)}", p.source
                 ),
@@ -157,8 +174,8 @@ def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Poin
 def swatch(key: Key) -> Markup:
     """Draw a legend's sample of a line."""
     return Markup(
-        '<svg class="swatch s{}" viewBox="0 0 28 12" aria-hidden="true"><path class="line d{}" d="M1 6H27"/>{}</svg>'
-    ).format(key.slot, min(key.dash, 3), _shape(key, 14.0, 6.0))
+        '<svg class="swatch s{}" viewBox="0 0 28 14" aria-hidden="true"><path class="line d{}" d="M1 7H27"/>{}</svg>'
+    ).format(key.colour, key.variant % VARIANTS, marker(key, 14.0, 7.0))
 
 
 def _svg(parts: Sequence[Markup], height: float, alt: str) -> Markup:
@@ -181,16 +198,25 @@ def _grid_x(x: Axis, across: _Span, top: float, floor: float) -> Markup:
     parts = [
         Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(across.start, across.end, floor, floor)
     ]
+    free = -math.inf  # where the last number ends; one that would run into it is left out
     for tick in across.ticks:
-        at = across(tick)
+        at, said = across(tick), across.said(tick)
         parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(at, at, top, floor))
-        parts.append(Markup('<text class="t xl" x="{}" y="{}">{}</text>').format(at, floor + 15, across.said(tick)))
+        half = len(said) * DIGIT / 2
+        if at - half > free:
+            parts.append(Markup('<text class="t xl" x="{}" y="{}">{}</text>').format(at, floor + 15, said))
+            free = at + half
     middle = (across.start + across.end) / 2
     parts.append(Markup('<text class="t al" x="{}" y="{}">{}</text>').format(middle, floor + 33, x.label))
     return Markup("").join(parts)
 
 
-def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis, y: Axis) -> Markup:
+def _shown(axis: Axis, value: float) -> bool:
+    return math.isfinite(value) and (axis.scale == "linear" or value > 0)
+
+
+def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, phase: float) -> Markup:
+    """Draw a line; ``phase`` (0 ... 1) is where its first marker stands if only a few points have one."""
     pixels = [(across(p.x), up(p.y)) for p in points]
     parts = []
     ranged = [(across(p.x), up(p.low), up(p.high)) for p in points if p.low is not None and p.high is not None]
@@ -200,34 +226,23 @@ def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, x: Axis
     elif ranged:
         bars = "".join(f"M{a} {low}V{high}" for a, low, high in ranged)
         parts.append(Markup('<path class="bar" d="{}"/>').format(bars))
-    if len(pixels) > 1:
+    if line.joined and len(pixels) > 1:
         track = "L".join(f"{a} {b}" for a, b in pixels)
-        parts.append(Markup('<path class="line d{}" d="M{}"/>').format(min(line.key.dash, 3), track))
+        parts.append(Markup('<path class="line d{}" d="M{}"/>').format(line.key.variant % VARIANTS, track))
     if line.marks or len(pixels) == 1:
         parts += [
-            _mark(line.key, a, b, f"{line.key.label}, {x.said(p.x)}: {y.said(p.y)}", p.source)
+            _mark(line.key, a, b, f"{line.key.label}, {across.axis.said(p.x)}: {up.axis.said(p.y)}", p.source)
             for (a, b), p in zip(pixels, points, strict=True)
         ]
-    return Markup('<g class="s{}">{}</g>').format(line.key.slot, Markup("").join(parts))
+    elif pixels:
+        at = {int((n + phase) / SPARSE_MARKS * len(pixels)) for n in range(SPARSE_MARKS)}
+        parts += [marker(line.key, *pixels[n]) for n in sorted(at)]
+    return Markup('<g class="s{}">{}</g>').format(line.key.colour, Markup("").join(parts))
 
 
 def _mark(key: Key, x: float, y: float, label: str, source: str) -> Markup:
     tooltip = Markup("<title>{}</title>").format(f"{label} ({source})" if source else label)
-    return Markup('<g data-source="{}">{}{}</g>').format(source, _shape(key, x, y), tooltip)
-
-
-def _shape(key: Key, x: float, y: float) -> Markup:
-    """Return the slot's marker: methods differ in shape as well as in colour, variants are hollow."""
-    hollow = " hollow" if key.dash % 2 else ""
-    outlines = {
-        1: f"M{x - 3.4:.1f} {y - 3.4:.1f}h6.8v6.8h-6.8Z",
-        2: f"M{x:.1f} {y - 4.4:.1f}l4.4 7.6h-8.8Z",
-        3: f"M{x:.1f} {y - 4.8:.1f}l4.8 4.8l-4.8 4.8l-4.8 -4.8Z",
-        4: f"M{x:.1f} {y + 4.4:.1f}l4.4 -7.6h-8.8Z",
-    }
-    if key.slot in outlines:
-        return Markup('<path class="mark{}" d="{}"/>').format(hollow, outlines[key.slot])
-    return Markup('<circle class="mark{}" cx="{}" cy="{}" r="3.8"/>').format(hollow, round(x, 1), round(y, 1))
+    return Markup('<g data-source="{}">{}{}</g>').format(source, marker(key, x, y), tooltip)
 
 
 def _alt(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> str:

@@ -56,6 +56,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
     (folder / "config.yaml").write_text(f"run: made-up\n# {EVIL}\n")
     lines = [
         {"step": s, "tokens": 4096 * s, "replacement": name, "normalized_mse": 0.02 / s, "seconds": 1.5 * s}
+        | {"step_seconds": 0.01 * (1 + s % 3), "dead_share": 0.5 / s}
         for s in range(1, 151)
         for name in layers
     ]
@@ -80,10 +81,11 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
 
 
 def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
+    k = 8 if "k8" in name else 32
     site = {
         "normalized_mse": 0.01 / (n + 1),
         "fvu": 0.1,
-        "l0": 8.0,
+        "l0": float(k),
         "dead_share": 0.25,
         "routed_share": 0.7,
         "shared_share": 0.01,
@@ -97,7 +99,6 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "stable_rank": 2.5,
     }
     method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE", "linear": "Linear"}[name.split("-")[1]]
-    k = 8 if "k8" in name else 32
     what = {"method": method, "sparsity": f"k{k}", "k": k, "block": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
     return {
         "tokens": 1000,
@@ -112,6 +113,9 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "around_special": {"ce_increase": 0.02 * (n + 1)},
         "kl": 0.02,
         "kl_se": 0.001,
+        "params": 9,
+        "active_params": 100.0 * (n + 1),
+        "flops": 3000.0 * (n + 1),
         "top1_agreement": 0.95,
         "blocks": {"1": site},
         "replacements": [what],
