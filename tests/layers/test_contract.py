@@ -327,7 +327,8 @@ def test_training_moves_every_parameter(config):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert [name for name, p in layer.named_parameters() if torch.equal(p, start[name])] == []
+    still = {name for name, p in layer.named_parameters() if torch.equal(p, start[name])}
+    assert still <= {"sparsity.threshold"}  # which learns from pre-activations near it, of which there need be none
 
 
 def test_gradients_are_those_of_finite_differences(layer, x):
