@@ -66,8 +66,11 @@ VARIANTS = {
 }
 """The forms of every method, as fields of its config; the first of each is its name."""
 
-ALL_KINDS = ("mxd", "transcoder", "molt")
+ALL_KINDS = ("mxd", "transcoder")
 """Forms that are tested with every general kind; the others with top-k alone, or with their own kinds."""
+
+SOME_KINDS = {"molt": ("topk", "relu_l1")}
+"""Forms whose dense codes take another way than their lists."""
 
 
 parse_sparsity = TypeAdapter(AnySparsity).validate_python
@@ -77,7 +80,7 @@ def kinds(variant):
     """The kinds of sparsity that a form is tested with."""
     own = ("levels",) if "levels" in VARIANTS[variant] else LAYERS[VARIANTS[variant]["method"]].kinds
     general = [name for name, fields in SPARSITIES.items() if parse_sparsity(fields).general]
-    return own or (general if variant in ALL_KINDS else ("topk",))
+    return own or (general if variant in ALL_KINDS else SOME_KINDS.get(variant, ("topk",)))
 
 
 def parse(variant, kind):
