@@ -1,4 +1,4 @@
-"""The numbers of docs/frontier.md: finished runs of `mxd compare` as one JSON file, as tables and as figures.
+"""Finished runs of `mxd compare` (configs/frontier.yaml) as one JSON file, as tables and as figures.
 
     python scripts/frontier.py RUN [RUN ...] [--json FILE] [--figure FILE.png] [--markdown]
 

@@ -196,8 +196,11 @@ class ReplacementConfig(BaseModel, ABC):
             budget: number of parameters.
 
         Raises:
-            MxdError: the parts that all units share (encoder, decoder, skip) alone exceed the budget.
+            MxdError: the widths are not known yet, or the parts that all units share (encoder, decoder, skip) alone
+                exceed the budget.
         """
+        if self.d_in is None or self.d_out is None:
+            raise MxdError(f"cannot size {self.label}: d_in and d_out not set; call config.resolve(mlp_shape) first.")
 
         def params(units: int) -> int:
             return self.grown(units).learned_params

@@ -118,3 +118,13 @@ def test_a_stated_number_of_units_is_kept():
     """Also where the budget would pay for none."""
     config = MxDConfig(num_units=40).resolve(GPT2)
     assert size(config, expansion=2) == config
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_widths_are_needed_to_size_a_layer(method):
+    """An error, and no search without end for a count that does not grow."""
+    config = LAYERS[method]()
+    if method in ("linear", "low_rank"):
+        pytest.skip("sized by the widths alone, or by the rank")
+    with pytest.raises(MxdError, match=r"d_in and d_out not set; call config.resolve|needs|does not pay"):
+        config.sized(1_000_000)
