@@ -12,6 +12,8 @@ HAS_BROWSER := $(PYTHON) -c 'import sys; sys.path.insert(0, "tests/report"); imp
 demo: $(READY)
 	$(BIN)/mxd demo
 
+# Or every process of the tests would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 test: $(READY)

@@ -19,6 +19,12 @@ from mxd.questions import FaithfulnessConfig
 
 LAYER = 2
 
+MEASURED = [
+    pytest.param(method, some, marks=pytest.mark.long if number % 3 else ())
+    for number, (method, some) in enumerate((method, some) for method in GENERAL for some in (True, False))
+]
+"""Every method that adds up, with and without excluded tokens; a third of these in the short run."""
+
 
 @pytest.fixture(scope="module")
 def model() -> FrozenModel:
@@ -61,8 +67,7 @@ def patched_logits(model: FrozenModel, ids: torch.Tensor, replace) -> np.ndarray
         handle.remove()
 
 
-@pytest.mark.parametrize("method", GENERAL)
-@pytest.mark.parametrize("some_excluded", [True, False])
+@pytest.mark.parametrize(("method", "some_excluded"), MEASURED)
 def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, method: str, some_excluded: bool) -> None:
     """Of both splices, over the same targets: everything replaced, and around the tokens that are excluded."""
     excluded = special_ids(model.tokenizer) if some_excluded else []

@@ -13,8 +13,16 @@ from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, AnyReplacement, Code, parse_layer
 from mxd.layers.sparsity import AnySparsity
 
+SECOND = [case for case in CASES if case[0] == "transcoder" and case[1] not in ("topk", "jumprelu")]
+"""Kinds of sparsity that the short run tries on MxD alone."""
 
-@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+
+def params():
+    """Every pair of form and kind, and which of them the short run leaves out."""
+    return [pytest.param(case, marks=pytest.mark.long if case in SECOND else (), id="-".join(case)) for case in CASES]
+
+
+@pytest.fixture(params=params())
 def config(request, mlp):
     return parse(*request.param).resolve(mlp)
 

@@ -47,6 +47,13 @@ OWN = {
 """Forms of methods with kinds of sparsity of their own -> one of them."""
 GREEDY = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
+EXPORTED = [
+    pytest.param(variant, family, marks=() if (first + other) % 3 == 0 else pytest.mark.long)
+    for first, variant in enumerate(VARIANTS)
+    for other, family in enumerate(("gpt2", "neox-parallel", "llama"))
+]
+"""Every form in every family; in the short run each form in one, and each family with several."""
+
 
 @pytest.fixture(autouse=True)
 def _modules_folder(tmp_path_factory, monkeypatch):
@@ -109,8 +116,7 @@ def exported(gpt2, ids, tmp_path):
 # What is loaded is the spliced model
 
 
-@pytest.mark.parametrize("family_name", ["gpt2", "neox-parallel", "llama"], indirect=True)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "family_name"), EXPORTED, indirect=["family_name"])
 def test_the_exported_model_is_the_spliced_one(family, variant, ids, tmp_path):
     first = list(VARIANTS).index(variant)
     kinds = [KINDS[(3 * first + number) % len(KINDS)] for number in range(3)]
