@@ -101,7 +101,7 @@ TABLES = dict(
     zip(
         QUESTIONS,
         (
-            (UNITS, K, L0, NMSE, UNEXPLAINED, CE_INCREASE, KL, AGREED),
+            (UNITS, K, L0, NMSE, UNEXPLAINED, CE_INCREASE, KL, AGREED, ROUTED, MIXED),
             (UNITS, K, L0, *(m for m in DECOMPOSITION if m.key not in {"l0", "dead_share", "skip_share"}), MIXED),
             (UNITS, K, L0, DEAD_IN_TRAINING, PARAMS, ACTIVE_PARAMS, FLOPS, STEP),
         ),
@@ -349,7 +349,7 @@ def draw(group: Group, name: str, path: Path) -> Path | None:
 
 def _abreast(columns: int) -> int:
     """Return how many entries of a legend stand beside each other."""
-    return 2 * columns
+    return 3 * columns // 2
 
 
 def _at(row: Row, axis: Axis) -> bool:
