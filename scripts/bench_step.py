@@ -75,6 +75,7 @@ def methods(k: int) -> dict[str, dict[str, Any]]:
         "PEER": {"method": "peer"},
         "MOLT": {"method": "molt"} | top,
         "MOLT, rank 1": {"method": "molt", "rank": 1} | top,
+        "MOLT, rank 16, skip": {"method": "molt", "rank": 16, "halvings": 0, "skip": True} | top,
         "Linear": {"method": "linear"},
         "Low-rank": {"method": "low_rank"},
     }

@@ -2,10 +2,10 @@
 
     python scripts/frontier.py RUN [RUN ...] [--json FILE] [--figure FILE.png] [--markdown]
 
-Runs that differ in nothing but their seed are averaged: layers are matched by the names of their folders. Others
-(another model, block, text, number of tokens, recipe) stand in groups of their own. A run holds `faithfulness.json`;
-tokens agreed come from `generation.json`, and the time of a step and the units dead in training from `metrics.jsonl`,
-where these are there.
+Runs that differ in nothing but their seed are averaged: layers are matched by the names of their folders, and a run may
+hold other layers than another. Others (another model, block, text, number of tokens, recipe) stand in groups of their
+own. A run holds `faithfulness.json`; tokens agreed come from `generation.json`, and the time of a step and the units
+dead in training from `metrics.jsonl`, where these are there.
 
 `--json` writes a list of groups, each with `model`, `revision`, `block`, `tokens` (trained on), `held_out` (`source`,
 `split`, `tokens`, `ce_base`, `ce_base_se`), `training` (the recipe), `runs` (`folder`, `seed`) and `rows`. A row has
@@ -54,7 +54,7 @@ from mxd.report import svg
 from mxd.report.figures import PALETTE, save_figure
 from mxd.report.page import short_name
 from mxd.report.parts import Key, slots
-from mxd.report.replacements import Layer, Replacement
+from mxd.report.replacements import Layer, Replacement, own_replacements
 from mxd.report.run import Run, read_run
 from mxd.report.source import Node
 from mxd.report.tradeoffs import DECADE, MIXTURE, mixture, value
@@ -213,6 +213,12 @@ class Group:
         about = self.about
         return f"{about['model']}, block {about['block']}, {about['tokens']:,} tokens"
 
+    def tell_apart(self) -> None:
+        """Name the rows by what distinguishes them from each other, whichever runs they come from."""
+        names = own_replacements([row.layer for row in self.rows.values()])
+        for name, row in self.rows.items():
+            row.replacement = names[name]
+
     @property
     def sorted(self) -> list[Row]:
         """Its rows in the tables' order."""
@@ -279,6 +285,8 @@ def read(folder: Path, groups: dict[str, Group]) -> None:
             )
         values = _measured(result, generation.get(replacement.name)) | _trained(run, layer)
         row.see(layer.provenance.seed, values | {"units": layer.config.num_units or 0, "k": replacement.k or math.nan})
+    for group in groups.values():
+        group.tell_apart()
 
 
 def _group(groups: dict[str, Group], layer: Layer, run: Run, result: Node) -> Group:

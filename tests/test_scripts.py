@@ -167,6 +167,17 @@ def test_frontier_takes_runs_apart_that_cannot_be_averaged(tmp_path: Path, seeds
         module.read(seeds[0], groups)
 
 
+def test_frontier_names_layers_by_what_tells_them_apart_in_all_runs(seeds: list[Path]) -> None:
+    for folder in seeds[1].glob("block1-*"):
+        if folder.name != "block1-tc-batchk8":
+            shutil.rmtree(folder)
+    module, groups = script("frontier"), {}
+    for folder, name in ((seeds[1], "TC"), (seeds[0], "TC (batch topk)")):
+        module.read(folder, groups)
+        (group,) = groups.values()
+        assert group.rows["block1-tc-batchk8"].replacement.line == name
+
+
 @pytest.mark.long
 def test_frontier_draws_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[Path]) -> None:
     from matplotlib.axes import Axes
