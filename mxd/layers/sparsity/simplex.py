@@ -17,6 +17,9 @@ Norm = Literal["layer", "batch", "none"]
 EPSILON = 1e-5
 """Added to variances."""
 
+AT_ONCE = 2**18
+"""Numbers of a part of the scores: 1 MiB in float32."""
+
 MOMENTUM = 0.1
 """Weight of the newest step in the running moments of ``norm: batch``."""
 
@@ -135,18 +138,14 @@ def entmax15(scores: Float[Tensor, "tokens units"]) -> Float[Tensor, "tokens uni
 
 
 class _Entmax(torch.autograd.Function):
+    """A few rows at a time: each of the many passes over them then finds them in a processor's cache."""
+
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        half = (scores - scores.amax(-1, keepdim=True)).div_(2)
-        # The largest share is at most 1, so tau is at least -1: what lies below has no share and need not be sorted.
-        most = half.shape[-1] if half.is_meta or not len(half) else max(1, int((half > -1).sum(-1).amax()))
-        ordered = half.topk(most, dim=-1).values
-        count = torch.arange(1, most + 1, device=scores.device, dtype=scores.dtype)
-        mean = ordered.cumsum(-1) / count
-        spread = ordered.square().cumsum(-1) - count * mean.square()  # sum of squares about the mean of the first
-        tau = mean - ((1 - spread) / count).clamp_min(0).sqrt()
-        support = (tau <= ordered).sum(-1, keepdim=True)
-        shares = half.sub_(tau.gather(-1, support - 1)).clamp_min_(0).square_()
+        shares = torch.empty_like(scores)
+        for part, out in zip(_parts(scores), _parts(shares), strict=True):
+            half = torch.sub(part, part.amax(-1, keepdim=True), out=out).div_(2)
+            half.sub_(_threshold(half)).clamp_min_(0).square_()
         ctx.save_for_backward(shares)
         return shares
 
@@ -154,6 +153,31 @@ class _Entmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (shares,) = ctx.saved_tensors
-        root = shares.sqrt()
-        grad = grad * root
-        return grad.sub_(root.mul_(grad.sum(-1, keepdim=True) / root.sum(-1, keepdim=True)))
+        back = torch.empty_like(shares)
+        for share, upstream, out in zip(_parts(shares), _parts(grad), _parts(back), strict=True):
+            root = share.sqrt()
+            torch.mul(upstream, root, out=out)
+            out.sub_(root.mul_(out.sum(-1, keepdim=True) / root.sum(-1, keepdim=True)))
+        return back
+
+
+def _parts(rows: Float[Tensor, "tokens units"]) -> Sequence[Float[Tensor, "_ units"]]:
+    return rows.split(max(1, AT_ONCE // max(1, rows.shape[1])))
+
+
+def _threshold(half: Float[Tensor, "_ units"]) -> Float[Tensor, "_ 1"]:
+    """Return each row's ``tau``, for half the scores less the largest of them."""
+    # The largest share is at most 1, so tau is at least -1: what lies below has no share and need not be sorted.
+    most = half.shape[-1] if half.is_meta or not len(half) else max(1, int(_above(half, -1.0).amax()))
+    ordered = half.topk(most, dim=-1).values
+    count = torch.arange(1, most + 1, device=half.device, dtype=half.dtype)
+    mean = ordered.cumsum(-1) / count
+    spread = ordered.square().cumsum(-1) - count * mean.square()  # sum of squares about the mean of the first
+    tau = mean - ((1 - spread) / count).clamp_min(0).sqrt()
+    support = (tau <= ordered).sum(-1, keepdim=True)
+    return tau.gather(-1, support - 1)
+
+
+def _above(rows: Float[Tensor, "_ units"], bound: float) -> Float[Tensor, " _"]:
+    """Return how many numbers of each row exceed a bound; counted in float32, which is faster than truth values are."""
+    return torch.gt(rows, bound, out=torch.empty_like(rows)).sum(-1, dtype=torch.float32)
