@@ -62,7 +62,7 @@ def launch(world: int, *trainees: dict, code: int = 0) -> subprocess.CompletedPr
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert found.returncode == code, found.stderr[:4000]
+    assert found.returncode == code, found.stderr[-6000:]
     return found
 
 
