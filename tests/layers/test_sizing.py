@@ -126,5 +126,5 @@ def test_widths_are_needed_to_size_a_layer(method):
     config = LAYERS[method]()
     if method in ("linear", "low_rank"):
         pytest.skip("sized by the widths alone, or by the rank")
-    with pytest.raises(MxdError, match=r"d_in and d_out not set; call config.resolve|needs|does not pay"):
+    with pytest.raises(MxdError, match=r"d_in and d_out not set; call config\.resolve"):
         config.sized(1_000_000)

@@ -138,7 +138,7 @@ def entmax15(scores: Float[Tensor, "tokens units"]) -> Float[Tensor, "tokens uni
 
 
 class _Entmax(torch.autograd.Function):
-    """A few rows at a time: each of the many passes over them then finds them in a processor's cache."""
+    """On a CPU a few rows at a time: each of the many passes over them then finds them in its cache."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Entmax(torch.autograd.Function):
 
 
 def _parts(rows: Float[Tensor, "tokens units"]) -> Sequence[Float[Tensor, "_ units"]]:
-    return rows.split(max(1, AT_ONCE // max(1, rows.shape[1])))
+    return rows.split(max(1, AT_ONCE // rows.shape[1])) if rows.device.type == "cpu" else (rows,)
 
 
 def _threshold(half: Float[Tensor, "_ units"]) -> Float[Tensor, "_ 1"]:
