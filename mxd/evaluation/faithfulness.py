@@ -194,6 +194,7 @@ class MeasuredSet:
             "ce_base_se": base.standard_error,
             **_beside_ablations(splice.full, zero.full, mean.full),
             "around_special": _beside_ablations(splice.around, zero.around, mean.around),
+            "by_context": {"tokens": base.counts, "ce_increase": splice.full.prediction.increase.by_context},
         }
 
     def report_blocks(self) -> dict[str, dict[str, float]]:
@@ -277,8 +278,9 @@ def evaluate(
         Name -> of the full splice, where the replacement answers at every position, also at excluded tokens:
         ``ce_base``, ``ce_spliced``, ``ce_increase``, ``loss_recovered``, ``kl``, ``top1_agreement``, standard errors
         ``*_se``, ``tokens``; the same over the same targets with the base MLP answering at excluded tokens, under
-        ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; and for each layer under ``blocks``
-        the reconstruction and what it is made of (``Account``).
+        ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; ``by_context`` the targets that count
+        in each context and their mean increase, with which splices are compared on the same text (``Mean.of``); and
+        for each layer under ``blocks`` the reconstruction and what it is made of (``Account``).
 
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.

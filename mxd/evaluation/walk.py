@@ -176,6 +176,11 @@ class Mean:
     totals: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, means: Sequence[float], counts: Sequence[int]) -> "Mean":
+        """Return the mean over tokens of what has these means in contexts with so many tokens."""
+        return cls([mean * count for mean, count in zip(means, counts, strict=True)], list(counts))
+
     def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
         """Count one value per position."""
         self.totals += (values.double() * counted).sum(-1).tolist()
@@ -185,6 +190,11 @@ class Mean:
     def value(self) -> float:
         """The mean."""
         return sum(self.totals) / max(sum(self.counts), 1)
+
+    @property
+    def by_context(self) -> list[float]:
+        """The mean in each context, to a millionth; 0 in one without tokens that count."""
+        return [round(total / max(count, 1), 6) for total, count in zip(self.totals, self.counts, strict=True)]
 
     @property
     def standard_error(self) -> float:

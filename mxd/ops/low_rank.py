@@ -27,8 +27,8 @@ def low_rank_mixture(
 ) -> Float[Tensor, "tokens d_out"]:
     """Return ``sum_k values[:, k] (x V_n^T) U_n`` with ``n = indices[:, k]``; no unit is listed twice for a token.
 
-    Units of rank 1 are gathered, row by row; of units of larger ranks each is two products over its tokens. The
-    backward pass forms ``x V_n^T`` again rather than keep it.
+    Units of rank 1 are gathered, row by row; of units of larger ranks each is two products over its tokens. All
+    ``x_t V_n^T`` are kept for the backward pass: as many numbers as the ranks of all the tokens' units sum up to.
 
     Args:
         x: inputs.
@@ -59,33 +59,38 @@ class _LowRankMixture(torch.autograd.Function):
         firsts: Sequence[int],
         selection: Selection,
     ) -> Tensor:
-        ctx.save_for_backward(x, values, indices, down, up)
-        ctx.firsts, ctx.selection = firsts, selection
+        ctx.firsts, ctx.selection, kept = firsts, selection, []
         out = x.new_zeros(len(x), up.shape[1])
         flat = values.reshape(-1, 1)
         for unit, places, tokens in selection.groups(indices, len(firsts) - 1):
             own = slice(firsts[unit], firsts[unit + 1])
-            hidden = x.index_select(0, tokens) @ down[own].T
-            hidden *= flat.index_select(0, places)
-            out.index_add_(0, tokens, hidden @ up[own])
+            kept.append(x.index_select(0, tokens) @ down[own].T)
+            out.index_add_(0, tokens, (kept[-1] * flat.index_select(0, places)) @ up[own])
+        ctx.save_for_backward(x, values, indices, down, up, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, indices, down, up = ctx.saved_tensors
+        x, values, indices, down, up, *kept = ctx.saved_tensors
         grad, flat = grad.contiguous(), values.reshape(-1, 1)
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         grad_values = torch.zeros_like(flat)
-        grad_down, grad_up = torch.zeros_like(down), torch.zeros_like(up)
-        for unit, places, tokens in ctx.selection.groups(indices, len(ctx.firsts) - 1):
+        grad_down, grad_up, done = torch.empty_like(down), torch.empty_like(up), 0
+        groups = ctx.selection.groups(indices, len(ctx.firsts) - 1)
+        for hidden, (unit, places, tokens) in zip(kept, groups, strict=True):
             own = slice(ctx.firsts[unit], ctx.firsts[unit + 1])
+            for table in (grad_down, grad_up):
+                table[done : own.start] = 0  # of units that no token used
+            done = own.stop
             rows, upstream = x.index_select(0, tokens), grad.index_select(0, tokens)
-            activation, hidden = flat.index_select(0, places), rows @ down[own].T
+            activation = flat.index_select(0, places)
             back = upstream @ up[own].T  # the gradient of the hidden state, per unit of activation
             grad_values.index_copy_(0, places, (back * hidden).sum(1, keepdim=True))
             torch.mm((hidden * activation).T, upstream, out=grad_up[own])
             torch.mm((back := back * activation).T, rows, out=grad_down[own])
             if grad_x is not None:
                 grad_x.index_add_(0, tokens, back @ down[own])
+        for table in (grad_down, grad_up):
+            table[done:] = 0
         return grad_x, grad_values.view_as(values), None, grad_down, grad_up, None, None

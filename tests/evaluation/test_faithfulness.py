@@ -113,6 +113,10 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
         assert got["kl"] == pytest.approx(over(kl), rel=1e-3, abs=1e-5)
         same = base.argmax(-1) == logp["ce_spliced"].argmax(-1)
         assert got["top1_agreement"] == pytest.approx(over(same[:, :-1].astype(float)), abs=0.01)
+        if got is found:
+            means = (increase * counted).sum(1) / counted.sum(1)
+            assert found["by_context"]["tokens"] == counted.sum(1).tolist()
+            assert found["by_context"]["ce_increase"] == pytest.approx(means, abs=1e-4)
     if some_excluded:
         assert found["ce_increase"] != found["around_special"]["ce_increase"]
     check_reconstruction(found["blocks"][str(LAYER)], layer, read[keep], y[keep])
@@ -202,8 +206,10 @@ def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenMode
     for name, members in sets.items():
         alone = evaluate(model, {name: members}, contexts_of(rows), rows.size, [], forward_contexts=11)[name]
         for key, value in alone.items():
-            if key not in ("blocks", "around_special", "excluded"):
+            if key not in ("blocks", "around_special", "excluded", "by_context"):
                 assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
+        for key, values in alone["by_context"].items():
+            assert together[name]["by_context"][key] == pytest.approx(values, rel=1e-3, abs=1e-4), (name, key)
     assert together["both"]["ce_increase"] > max(together["a"]["ce_increase"], together["b"]["ce_increase"])
     assert set(together["both"]["blocks"]) == {"1", "4"}
 
