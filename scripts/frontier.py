@@ -30,6 +30,7 @@ from typing import Any
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
+from mxd.evaluation.walk import Mean
 from mxd.metrics import (
     ACTIVE_PARAMS,
     AGREED,
@@ -79,7 +80,18 @@ STEP = Metric("step_ms", "ms a step", "{:.1f}", "median time of a training step 
 TOKEN = Metric(
     "token_us", "us a token", "{:.2f}", "the same for a token of the batch", "lower", name="µs a token, training"
 )
-EXTRA = (MIXED, DEAD_IN_TRAINING, STEP, TOKEN)
+ABOVE = Metric(
+    "ce_above_best",
+    "above best",
+    "{:+.4f}",
+    "CE increase less that of the best layer of this K, with the standard error of this difference over the same "
+    "contexts and seeds; – for the best itself",
+    "lower",
+    "nats",
+    error="ce_above_best_se",
+)
+ABOVE_SE = Metric("ce_above_best_se", "± s.e.", "{:.4f}", "standard error of that", unit="nats")
+EXTRA = (MIXED, DEAD_IN_TRAINING, STEP, TOKEN, ABOVE, ABOVE_SE)
 """Numbers that no file of results holds."""
 
 ASKED = (*METRICS["faithfulness"], AGREED, AGREED_SE)
@@ -89,7 +101,7 @@ NEAR = 1.5
 """How far L0 may be from K, as a factor, for a layer without a K to stand with those of this K."""
 
 WITH_RANGE = (NMSE,)
-WITH_ERROR = {CE_INCREASE: CE_INCREASE_SE, AGREED: AGREED_SE}
+WITH_ERROR = {CE_INCREASE: CE_INCREASE_SE, ABOVE: ABOVE_SE, AGREED: AGREED_SE}
 
 FILLED = ("full", "none", "left", "bottom", "right", "top")
 """What is filled of the markers of a method's variants."""
@@ -101,7 +113,7 @@ TABLES = dict(
     zip(
         QUESTIONS,
         (
-            (UNITS, K, L0, NMSE, UNEXPLAINED, CE_INCREASE, KL, AGREED, ROUTED, MIXED),
+            (UNITS, K, L0, NMSE, UNEXPLAINED, CE_INCREASE, ABOVE, KL, AGREED, ROUTED, MIXED),
             (UNITS, K, L0, *(m for m in DECOMPOSITION if m.key not in {"l0", "dead_share", "skip_share"}), MIXED),
             (UNITS, K, L0, DEAD_IN_TRAINING, PARAMS, ACTIVE_PARAMS, FLOPS, STEP),
         ),
@@ -143,10 +155,14 @@ class Row:
     replacement: Replacement
     seeds: list[int] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
+    increases: dict[int, Mean] = field(default_factory=dict)
+    """Seed -> the CE increase in each context, where it was kept."""
 
-    def see(self, seed: int, values: dict[str, float]) -> None:
+    def see(self, seed: int, values: dict[str, float], increase: Mean | None) -> None:
         """Add what was measured under a seed; numbers that are not finite were not."""
         self.seeds.append(seed)
+        if increase is not None:
+            self.increases[seed] = increase
         for key, number in values.items():
             if math.isfinite(number):
                 self.values.setdefault(key, []).append(number)
@@ -219,12 +235,27 @@ class Group:
         for name, row in self.rows.items():
             row.replacement = names[name]
 
+    def compare(self) -> None:
+        """Compare every row with the best of its K, where both were measured in the same contexts."""
+        for k in self.ks:
+            rows = [row for row in self.rows.values() if row.near(self.ks) == k and not row.replacement.floor]
+            best = min(rows, key=lambda row: row.mean(CE_INCREASE))
+            for row in rows:
+                row.values = {key: values for key, values in row.values.items() if key not in (ABOVE.key, ABOVE_SE.key)}
+                if row is not best and (difference := _difference(row, best)):
+                    row.values[ABOVE.key], row.values[ABOVE_SE.key] = [difference.value], [difference.standard_error]
+
+    @property
+    def ks(self) -> list[int]:
+        """The K of its layers."""
+        return sorted({row.replacement.k for row in self.rows.values() if row.replacement.k})
+
     @property
     def sorted(self) -> list[Row]:
         """Its rows in the tables' order."""
-        rows = self.rows.values()
-        ks = sorted({row.replacement.k for row in rows if row.replacement.k})
-        return sorted(rows, key=lambda row: (row.replacement.floor, row.near(ks), row.mean(CE_INCREASE)))
+        return sorted(
+            self.rows.values(), key=lambda row: (row.replacement.floor, row.near(self.ks), row.mean(CE_INCREASE))
+        )
 
     def plain(self) -> dict[str, Any]:
         """Return the group as plain data."""
@@ -258,6 +289,22 @@ def _head(metric: Metric, several: bool) -> str:
     return f"{metric.title} (range)" if several and metric in WITH_RANGE else metric.title
 
 
+def _increase(result: Node) -> Mean | None:
+    """Return the CE increase context by context; ``None`` where a file does not keep it."""
+    kept = result.get("by_context")
+    return None if kept is None else Mean.of(kept["ce_increase"].numbers(), list(map(int, kept["tokens"].numbers())))
+
+
+def _difference(row: Row, other: Row) -> Mean | None:
+    """Return by how much a row's CE increase exceeds another's in each context, averaged over the seeds of both."""
+    seeds = row.increases.keys() & other.increases.keys()
+    if not seeds:
+        return None
+    pairs = [(row.increases[seed], other.increases[seed]) for seed in sorted(seeds)]
+    totals = [[a - b for a, b in zip(own.totals, its.totals, strict=True)] for own, its in pairs]
+    return Mean([statistics.mean(column) for column in zip(*totals, strict=True)], pairs[0][0].counts)
+
+
 def read(folder: Path, groups: dict[str, Group]) -> None:
     """Add a run to the groups.
 
@@ -284,9 +331,11 @@ def read(folder: Path, groups: dict[str, Group]) -> None:
                 f"({layer.provenance.seed}); give runs that differ in their seed."
             )
         values = _measured(result, generation.get(replacement.name)) | _trained(run, layer)
-        row.see(layer.provenance.seed, values | {"units": layer.config.num_units or 0, "k": replacement.k or math.nan})
+        values |= {"units": layer.config.num_units or 0, "k": replacement.k or math.nan}
+        row.see(layer.provenance.seed, values, _increase(result))
     for group in groups.values():
         group.tell_apart()
+        group.compare()
 
 
 def _group(groups: dict[str, Group], layer: Layer, run: Run, result: Node) -> Group:
@@ -445,10 +494,11 @@ def write(groups: Sequence[Group], numbers: Path | None, figure: Path | None) ->
     if numbers:
         with whole_file(numbers) as file:
             write_json(file, [group.plain() for group in groups])
-    for n, group in enumerate(groups if figure else (), 1):
-        for name in FIGURES:
+    if figure:
+        for n, group in enumerate(groups, 1):
             number = f"-{n}" if len(groups) > 1 else ""
-            draw(group, name, figure.with_name(f"{figure.stem}{number}-{name}{figure.suffix}"))
+            for name in FIGURES:
+                draw(group, name, figure.with_name(f"{figure.stem}{number}-{name}{figure.suffix}"))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,36 @@ def test_frontier_names_layers_by_what_tells_them_apart_in_all_runs(seeds: list[
         assert group.rows["block1-tc-batchk8"].replacement.line == name
 
 
+def test_frontier_compares_layers_on_the_same_contexts_and_seeds(seeds: list[Path]) -> None:
+    """The standard error is that of the differences over contexts, once they are averaged over the seeds."""
+    random, tokens, kept = np.random.default_rng(0), [31, 30, 12, 31], {}
+    module, groups = script("frontier"), {}
+    for folder in seeds:
+        found = json.loads((folder / "faithfulness.json").read_text())
+        for name, result in found["results"].items():
+            layer = name.split("/")[-1]
+            values = random.normal(size=4).round(6).tolist()
+            kept.setdefault(layer, []).append(values)
+            result["by_context"] = {"tokens": tokens, "ce_increase": values}
+            result["ce_increase"] = float(np.average(values, weights=tokens))
+        (folder / "faithfulness.json").write_text(json.dumps(found))
+        module.read(folder, groups)
+    (group,) = groups.values()
+    assert "block1-linear" not in {row.layer.name for row in group.rows.values() if module.ABOVE.key in row.values}
+    for k, number in ((8, 4), (32, 3)):
+        rows = [row for row in group.rows.values() if row.near([8, 32]) == k and not row.replacement.floor]
+        best, *others = sorted(rows, key=lambda row: row.mean(module.CE_INCREASE))
+        assert len(rows) == number and module.ABOVE.key not in best.values
+        for row in others:
+            ours, theirs = (np.mean(kept[one.layer.name], axis=0) for one in (row, best))
+            mean = np.average(ours - theirs, weights=tokens)
+            residuals = (ours - theirs - mean) * tokens
+            assert row.mean(module.ABOVE) == pytest.approx(mean) and mean > 0
+            expected = np.sqrt(4 / 3 * (residuals**2).sum()) / sum(tokens)
+            assert row.mean(module.ABOVE_SE) == pytest.approx(expected)
+            assert row.shown(module.ABOVE) == f"{mean:+.4f} ± {expected:.4f}"
+
+
 @pytest.mark.long
 def test_frontier_draws_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[Path]) -> None:
     from matplotlib.axes import Axes
