@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
+    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -242,6 +244,13 @@ class TrainingConfig(Settings):
         return self
 
 
+Blocks = Annotated[
+    Annotated[tuple[NonNegativeInt, ...], Tag("numbers")] | Annotated[Literal["all"], Tag("all")],
+    Discriminator(lambda value: "all" if isinstance(value, str) else "numbers"),
+]
+"""Numbers of blocks; or ``all``, which ``blocks_of`` turns into numbers where the base model is known."""
+
+
 class RunConfig(Settings):
     """One run: replacements x layers, trained from one stream of activations."""
 
@@ -251,8 +260,8 @@ class RunConfig(Settings):
     """Folder that holds runs."""
     seed: NonNegativeInt = 0
     """Seed of initialisation, text order and shuffling."""
-    blocks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
-    """Blocks whose MLPs are replaced, counted from 0."""
+    blocks: Blocks = (0,)
+    """Blocks whose MLPs are replaced, counted from 0: numbers, one number, or ``all``."""
     replacements: tuple[AnyReplacement, ...] = Field(min_length=1)
     """What to train at each block; a list in place of a value makes the product."""
     model: ModelConfig = ModelConfig()
@@ -289,9 +298,18 @@ class RunConfig(Settings):
             item.sparsity.check_trainable()
         return value
 
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _one_number(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
     @field_validator("blocks", mode="after")
     @classmethod
-    def _distinct(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _distinct(cls, value: Blocks) -> Blocks:
+        if value == "all":
+            return value
+        if not value:
+            raise ValueError("blocks names no block; give numbers, one number, or all")
         if len(set(value)) != len(value):
             raise ValueError(f"blocks {list(value)} names a block twice")
         return value

@@ -67,7 +67,7 @@ class FrozenModel:
             MxdError: the block is out of range.
         """
         if not 0 <= block < self.num_blocks:
-            raise MxdError(f"block {block} is out of range: {self.source} has blocks 0 ... {self.num_blocks - 1}.")
+            raise MxdError(f"block {block} is out of range: {self.source} has {self.num_blocks} blocks, 0 ... {self.num_blocks - 1}.")
 
     def slot(self, block: int) -> tuple[nn.Module, str]:
         """Return the module and attribute that hold the block's MLP, so that ``setattr`` replaces it."""

@@ -10,6 +10,18 @@ from mxd.layers import ReplacementConfig, size
 from mxd.model.frozen import FrozenModel
 
 
+def blocks_of(config: RunConfig, base: FrozenModel) -> tuple[int, ...]:
+    """Return the numbers of a run's blocks, where its config may say ``all``.
+
+    Raises:
+        MxdError: the base model has no such block.
+    """
+    numbers = tuple(range(base.num_blocks)) if config.blocks == "all" else config.blocks
+    for number in numbers:
+        base.check_block(number)
+    return numbers
+
+
 def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, ReplacementConfig]]:
     """Return name -> (block, complete config) for everything the run trains.
 
@@ -17,8 +29,7 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
         MxdError: a block out of range, a size that does not fit, or two replacements that are the same.
     """
     plans: dict[str, tuple[int, ReplacementConfig]] = {}
-    for number in config.blocks:
-        base.check_block(number)
+    for number in blocks_of(config, base):
         shape = base.mlp_shape(number)
         for replacement in config.replacements:
             complete = size(replacement.resolve(shape), config.sizing.expansion, config.sizing.match)

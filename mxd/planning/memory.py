@@ -25,7 +25,7 @@ from mxd.layers.objective import forward_backward
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import CandidateDtype, candidate_dtype, metered_as
-from mxd.planning.layout import ParallelLayout, parallel_layout, plan_layers
+from mxd.planning.layout import ParallelLayout, blocks_of, parallel_layout, plan_layers
 from mxd.planning.profiler import Cost, meter
 
 ADAM_BYTES = 28
@@ -156,13 +156,14 @@ class _Parts:
         # The resident memory of a process that was handed a model on the CPU includes its weights.
         counted = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
         self.process = max(0, resident() - counted)
-        mlps = {number: shape.mlp_shape(number) for number in config.blocks}
+        blocks = blocks_of(config, shape)
+        mlps = {number: shape.mlp_shape(number) for number in blocks}
         self.widths = {number: (mlp.d_in, mlp.d_out) for number, mlp in mlps.items()}
         self.forward_tokens = config.data.forward_contexts * config.data.context
         self.forward = Cost()
         if config.data.cache is None:
             ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
-            self.forward = meter(lambda: shape.record(ids, config.blocks))
+            self.forward = meter(lambda: shape.record(ids, blocks))
 
     def plan(self, accumulation: int) -> Plan:
         """Return the plan for batches that are processed in ``accumulation`` parts."""

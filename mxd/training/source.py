@@ -23,6 +23,7 @@ from mxd.data.text import documents, text_hash
 from mxd.layers import Covariance
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
+from mxd.planning.layout import blocks_of
 
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """Parts of a stream's identity that determine only its order, which a mixed cache draws anew."""
@@ -50,7 +51,7 @@ def activation_stream(
         MxdError: no text, no tokenizer, a cache with another identity or too few tokens, or a text that differs from
             the one read up to ``start``: a streamed text is compared while it is read again, any other at once.
     """
-    shares = shares or [RankPart(config.blocks)] * processes.world
+    shares = shares or [RankPart(blocks_of(config, base))] * processes.world
     if config.data.cache is not None:
         return ahead(_cached(config, base, start, shares[processes.rank]), depth=2)
     return _live(config, base, start, processes, shares)
@@ -79,10 +80,8 @@ def cache_activations(
     with launched(config.timeout) as processes:
         processes.agree(recorded(config) | {"folder": str(location), "--dtype": dtype})
         base = load_base(config, model)
-        for number in config.blocks:
-            base.check_block(number)
         tokens = config.training.steps * config.training.batch_tokens
-        widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, config.blocks)]
+        widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, blocks_of(config, base))]
         claim_cache(location, _identity(config, base), cache_bytes(widths, tokens, dtype), dtype)
 
         def stream(start: Cursor, accept: WindowFilter) -> Iterator[Batch]:
@@ -109,7 +108,7 @@ def _live(
     per_buffer = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
-        config.blocks,
+        blocks_of(config, base),
         (lambda first: ahead(contexts(first), per_buffer)) if data.streaming else contexts,
         training.batch_tokens,
         training.buffer_tokens,
@@ -181,7 +180,7 @@ def bos_activations(
     if bos_id is None:
         return {}
     ids = torch.tensor([[bos_id]])
-    sites = base.record(ids, config.blocks)
+    sites = base.record(ids, blocks_of(config, base))
     for number, (x, y) in sites.items():
         check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
@@ -223,6 +222,7 @@ def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     """Return what determines a run's layers besides the text, which cursors name: equal origins give equal layers."""
     return {
         **plain_config(config),
+        "blocks": list(blocks_of(config, base)),
         BASE: base.base_fingerprint(),
         "dtype of the base model": base.dtype,
         "excluded tokens": excluded_ids_of(config, base),
@@ -244,5 +244,5 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         "revision": base.revision,
         "model_dtype": base.dtype,
         "model": base.base_fingerprint(),
-        "fingerprints": {str(number): base.fingerprint(number) for number in config.blocks},
+        "fingerprints": {str(number): base.fingerprint(number) for number in blocks_of(config, base)},
     }

@@ -20,9 +20,10 @@ from mxd.artifacts.checkpoint import load_layer
 from mxd.artifacts.folders import read_config
 from mxd.common.errors import MxdError
 from mxd.common.stop import Interrupted
-from mxd.config import TrainingConfig, dump_config
+from mxd.config import TrainingConfig, dump_config, load_config
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
+from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import plan_layers
 from mxd.training.step import learning_rate, new_trainee
@@ -217,7 +218,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
     for fields, message in [
-        ({"blocks": [99]}, "out of range.*0 ... 5"),
+        ({"blocks": [99]}, "block 99 is out of range.*has 6 blocks, 0 ... 5"),
         ({"data": {"column": "nope"}}, "no column 'nope'"),
         ({"data": {"source": str(tmp_path / "no.txt")}}, "no text at"),
         ({"sizing": {"expansion": 1}}, "raise sizing.expansion"),
@@ -539,3 +540,20 @@ def test_tf32_is_for_the_run_alone_however_it_ends(
             train(config, model=trained_gpt2)
     assert set(seen) == {"tf32" if tf32 else "ieee"}
     assert settings.fp32_precision == "ieee"
+
+
+def test_all_blocks_are_numbers_wherever_a_run_is_written_down(tmp_path: Path, gpt2: FrozenModel) -> None:
+    """And its config goes on saying ``all``; a model of another depth would have other layers."""
+    one = [{"method": "transcoder", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}]
+    fields = {"replacements": one, "data": {"context": 64}, "training": {"batch_tokens": 64, "tokens": 384}}
+    config = small(tmp_path, run="all", blocks="all", **fields)
+    named = small(tmp_path, run="named", blocks=[0, 1, 2], **fields)
+    train(config, model=gpt2)
+    train(named, model=gpt2)
+    assert load_config(config.folder / "config.yaml").blocks == "all"
+    names = [f"block{number}-tc-k4" for number in range(gpt2.num_blocks)]
+    assert sorted(path.name for path in config.folder.glob("block*")) == names
+    state = json.loads(next(config.folder.glob("state/*/state.json")).read_text())
+    assert list(state["counted"]) == names and state["origin"]["blocks"] == [0, 1, 2]
+    assert_same_run(config.folder, named.folder)
+    train(config, resume=True, model=gpt2)
