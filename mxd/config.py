@@ -149,6 +149,13 @@ class TrainingConfig(Settings):
 
     recipe: Literal["paper", "short", "fast", "scaled"] = "paper"
     """Named settings; the fields below override them one by one."""
+    inputs: Literal["base", "spliced"] = "base"
+    """What layers learn to read. ``base``: their MLP's inputs in the base model, all blocks side by side. ``spliced``:
+    those with this run's layers spliced into the blocks below, one block after the other from the lowest; a run then
+    has one replacement for each block."""
+    targets: Literal["same", "base"] = "same"
+    """With ``inputs: spliced``, what layers learn to give. ``same``: the MLP's output on the very input that they read.
+    ``base``: the MLP's output in the base model, on the same tokens without any splice (a second forward)."""
     tokens: PositiveInt = 480_000_000
     """Token activations to train on."""
     batch_tokens: PositiveInt = 4096
@@ -235,6 +242,8 @@ class TrainingConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainingConfig":
+        if self.targets != "same" and self.inputs != "spliced":
+            raise ValueError(f"targets: {self.targets} is for inputs: spliced; with inputs: base both are the same")
         if self.steps < 1:
             raise ValueError(f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}")
         if self.buffer_tokens < self.batch_tokens:
@@ -297,6 +306,27 @@ class RunConfig(Settings):
         for item in value:
             item.sparsity.check_trainable()
         return value
+
+    @model_validator(mode="after")
+    def _one_for_each_block(self) -> "RunConfig":
+        if self.training.inputs != "spliced":
+            return self
+        if (number := len(self.replacements)) > 1:
+            raise ValueError(
+                f"training.inputs: spliced trains one replacement for each block, which the blocks above it read "
+                f"through; this config has {number} for each. Make a run of each, with names of their own (--run NAME)"
+            )
+        if self.data.cache is not None:
+            raise ValueError(
+                "data.cache holds activations of the base model, and training.inputs: spliced asks for those of the "
+                "spliced one; leave one of them out"
+            )
+        if self.training.targets == "base" and self.replacements[0].reads == "mlp_out":
+            raise ValueError(
+                f"{self.replacements[0].method} reads what the MLP gives, in a splice for the spliced input; use "
+                "training.targets: same"
+            )
+        return self
 
     @field_validator("blocks", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError, MxdWarning
 from mxd.layers import ReplacementLayer
-from mxd.model.frozen import FrozenModel
+from mxd.model.frozen import FrozenModel, Record
 from mxd.model.loading import wrap
 
 T = TypeVar("T")
@@ -229,6 +229,29 @@ class Splice:
                 layer.train(layer_training)
 
         return undo
+
+
+def recorder(splice: Splice, base_targets: bool = False) -> Record:
+    """Return a ``FrozenModel.record`` through a splice, for blocks that are not spliced themselves.
+
+    Args:
+        splice: is in the model while a forward runs, and only then.
+        base_targets: return the MLPs' outputs in the model as it is, from a second forward, beside their inputs in the
+            spliced one. Otherwise outputs are the MLPs' for these inputs.
+    """
+    model = splice.model
+    if not splice.layers:
+        return model.record
+
+    def record(ids: Int[Tensor, "batch seq"], blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        with splice.entered():
+            found = model.record(ids, blocks)
+        if not base_targets:
+            return found
+        own = model.record(ids, blocks)
+        return {number: (x, own[number][1]) for number, (x, _) in found.items()}
+
+    return record
 
 
 def _check_free(model: FrozenModel, number: int) -> None:

@@ -34,6 +34,9 @@ class Provenance(BaseModel):
     """Hash of the text's token ids, of a stream up to where training ended; of a mixed cache, of its shards."""
     training: dict[str, Any] = {}
     """The recipe: steps, learning rate, warm-up, batch."""
+    below: dict[str, str] = {}
+    """Block number -> SHA-256 of the layer's tensors that was spliced in there while this one was trained
+    (``training.inputs: spliced``)."""
     tokens: int = 0
     """Token activations trained on."""
     seed: int = 0

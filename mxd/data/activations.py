@@ -24,7 +24,7 @@ from mxd.common.processes import ALONE, Processes
 from mxd.data.checks import MOST_USELESS, check_activations, check_text
 from mxd.data.contexts import Contexts, counted_positions
 from mxd.data.exchange import RankPart, WindowActivations, exchange_rows
-from mxd.model.frozen import FrozenModel
+from mxd.model.frozen import FrozenModel, Record
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def activation_batches(
     shares: Sequence[RankPart] | None = None,
     accept: WindowFilter | None = None,
     digest: Callable[[int], str] = lambda count: "",
+    record: Record | None = None,
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
 
@@ -124,6 +125,7 @@ def activation_batches(
             of every share's ``parts``.
         accept: called for every window in turn; windows for which it returns False are skipped.
         digest: returns the hash of the token ids of the first n contexts, once they have been read.
+        record: runs the model; by default ``model.record``.
 
     Raises:
         MxdError: an activation is not finite, a target has norm zero, all tokens are excluded, or the text up to
@@ -137,6 +139,7 @@ def activation_batches(
     shares = shares or [RankPart(tuple(blocks))] * processes.world
     share = shares[processes.rank]
     text = cursor.text
+    record = record or model.record
     while True:
         with processes.together():
             window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
@@ -146,7 +149,9 @@ def activation_batches(
             while window is not None and accept is not None and not accept(cursor, window.tokens // batch_tokens):
                 cursor = replace(window.next, text=digest(window.end))
                 window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
-            filled = _fill(model, blocks, window.part(processes), forward_contexts) if window is not None else None
+            filled = None
+            if window is not None:
+                filled = _fill(model, record, blocks, window.part(processes), forward_contexts)
         if window is None or filled is None:
             return
         following = replace(window.next, text=digest(window.end))
@@ -229,7 +234,9 @@ def _plan(
     return _Window(np.stack(rows), counted, Cursor(context, offset)), split
 
 
-def _fill(model: FrozenModel, blocks: Sequence[int], window: _Window, forward_contexts: int) -> WindowActivations:
+def _fill(
+    model: FrozenModel, record: Record, blocks: Sequence[int], window: _Window, forward_contexts: int
+) -> WindowActivations:
     """Run the base model over a window and keep the counted positions' activations."""
     total = sum(map(len, window.counted))
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -242,7 +249,7 @@ def _fill(model: FrozenModel, blocks: Sequence[int], window: _Window, forward_co
         keep = torch.from_numpy(flat).to(model.device)
         stop = done + len(flat)
         kept_ids[done:stop] = rows.reshape(-1)[keep]
-        for block, pair in model.record(rows, blocks).items():
+        for block, pair in record(rows, blocks).items():
             if block not in buffers:
                 buffers[block] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
             for buffer, tensor in zip(buffers[block], pair, strict=True):

@@ -22,6 +22,12 @@ _BESIDE = re.compile(
 )
 """Settings that no activation depends on. Those that are off do not count either: later versions add more of them."""
 
+Record = Callable[
+    [Int[Tensor, "batch seq"], Sequence[int]],
+    dict[int, tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]]],
+]
+"""Token ids, blocks -> the inputs and outputs of their MLPs: ``FrozenModel.record``, or the same through a splice."""
+
 
 @dataclass(frozen=True)
 class FrozenModel:
@@ -67,7 +73,8 @@ class FrozenModel:
             MxdError: the block is out of range.
         """
         if not 0 <= block < self.num_blocks:
-            raise MxdError(f"block {block} is out of range: {self.source} has {self.num_blocks} blocks, 0 ... {self.num_blocks - 1}.")
+            there = f"{self.num_blocks} blocks, 0 ... {self.num_blocks - 1}"
+            raise MxdError(f"block {block} is out of range: {self.source} has {there}.")
 
     def slot(self, block: int) -> tuple[nn.Module, str]:
         """Return the module and attribute that hold the block's MLP, so that ``setattr`` replaces it."""

@@ -1,6 +1,8 @@
 """What a run consists of: replacements with their names and complete configs, and which processes train which."""
 
-from collections.abc import Mapping
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mxd.common.errors import MxdError
@@ -8,6 +10,9 @@ from mxd.config import RunConfig
 from mxd.data.exchange import RankPart
 from mxd.layers import ReplacementConfig, size
 from mxd.model.frozen import FrozenModel
+
+Replacements = Mapping[str, tuple[int, ReplacementConfig]]
+"""Name -> (block, complete config)."""
 
 
 def blocks_of(config: RunConfig, base: FrozenModel) -> tuple[int, ...]:
@@ -54,9 +59,7 @@ class ParallelLayout:
     """The part of the stream that each process takes, by rank: group 0's processes come first."""
 
 
-def parallel_layout(
-    plans: Mapping[str, tuple[int, ReplacementConfig]], world: int, batch_tokens: int, groups: int | None = None
-) -> ParallelLayout:
+def parallel_layout(plans: Replacements, world: int, batch_tokens: int, groups: int | None = None) -> ParallelLayout:
     """Spread replacements over the processes of a launch.
 
     Groups cost nothing, since they train independently, while the processes of one group exchange gradients. So by
@@ -96,3 +99,20 @@ def parallel_layout(
         parts=parts,
         shares=tuple(RankPart(blocks[rank // parts], rank % parts, parts) for rank in range(world)),
     )
+
+
+def fitting_groups(blocks: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tuple[tuple[int, ...], ...]:
+    """Divide blocks into as few groups of neighbours as fit, about equally large; into none where nothing fits.
+
+    Args:
+        blocks: at least one.
+        fits: whether some of them fit together; where some do, fewer do.
+    """
+
+    def divided(number: int) -> list[tuple[int, ...]]:
+        ends = [len(blocks) * i // number for i in range(number + 1)]
+        return [tuple(blocks[start:end]) for start, end in itertools.pairwise(ends)]
+
+    numbers = range(2, len(blocks) + 1)
+    found = bisect_left(numbers, True, key=lambda number: all(map(fits, divided(number))))
+    return tuple(divided(numbers[found])) if found < len(numbers) else ()

@@ -4,8 +4,8 @@ The code that trains is metered on the meta device (``mxd.planning.profiler``); 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,10 @@ from mxd.layers.objective import forward_backward
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import CandidateDtype, candidate_dtype, metered_as
-from mxd.planning.layout import ParallelLayout, blocks_of, parallel_layout, plan_layers
+from mxd.planning.layout import ParallelLayout, Replacements, blocks_of, fitting_groups, parallel_layout, plan_layers
+from mxd.planning.plan import Plan, Work, one_by_one, peak
 from mxd.planning.profiler import Cost, meter
+from mxd.splice import Splice, recorder
 
 ADAM_BYTES = 28
 """Adam reads a parameter, its gradient and two moments, and writes all but the gradient: 7 float32."""
@@ -39,55 +41,6 @@ TEXT_BYTES = 5
 
 GZIP_RATIO = 4
 """Assumed size of unpacked text, relative to its .gz file."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the base model or a replacement does for one token."""
-
-    flops: float
-    """FLOPs of dense products."""
-    rounded: float
-    """Those among them that are in bfloat16."""
-    moved: float
-    """Bytes read and written, in proportion to the tokens."""
-    fixed: float = 0.0
-    """Bytes read and written once in a step, divided by its tokens."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run needs."""
-
-    replacements: dict[str, tuple[int, ReplacementConfig]]
-    """Name -> (block, complete config)."""
-    device: torch.device
-    """Where it runs."""
-    accumulation: int
-    """Parts that each batch is processed in."""
-    memory: dict[str, dict[str, int]]
-    """Phase -> part -> bytes on the device."""
-    host: dict[str, dict[str, int]]
-    """The same in the host's memory; empty where the device is the CPU."""
-    disk: dict[str, int]
-    """Part -> bytes."""
-    layout: ParallelLayout
-    """Which process trains what in a launch of many; the memory is that of the process that needs most."""
-    site_bytes: dict[int, int]
-    """Block -> bytes of one token's activations there, input and output."""
-    work: dict[str, Work]
-    """``base model`` and every replacement -> work for a token."""
-
-    @property
-    def params(self) -> int:
-        """Parameters of all replacements."""
-        return sum(config.num_params for _, config in self.replacements.values())
-
-
-def peak(phases: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
-    """Return the phase that needs the most memory, and how much that is."""
-    name = max(phases, key=lambda phase: sum(phases[phase].values()), default="")
-    return name, sum(phases[name].values()) if name else 0
 
 
 def plan_run(
@@ -115,12 +68,35 @@ def plan_run(
     dtype = config.model.dtype if loaded is None else loaded.dtype
     shape.module.to(DTYPES.get(dtype, torch.float32))
     replacements = plan_layers(config, shape)
-    layout = parallel_layout(replacements, world, config.training.batch_tokens, groups)
-    parts = _Parts(config, shape, dtype, replacements, layout, shard, device, loaded)
+    tokens = config.training.batch_tokens
+
+    def parts(replacements: Replacements, groups: int | None, below: Replacements | None = None) -> _Parts:
+        layout = parallel_layout(replacements, world, tokens, groups)
+        return _Parts(config, shape, dtype, replacements, layout, shard, device, loaded, below or {})
+
+    def together(numbers: Sequence[int], groups: int | None = None) -> Plan:
+        some = parts({name: item for name, item in replacements.items() if item[0] in numbers}, groups)
+        return _fewest_parts(config, some.plan, some.layout)
+
+    if config.training.inputs == "spliced":
+        items = sorted(replacements.items(), key=lambda item: item[1][0])
+        whole = parts(replacements, 1)
+        first, last = parts(dict(items[:1]), groups), parts(dict(items[-1:]), groups, dict(items[:-1]))
+        ends = whole, first, last
+        return _fewest_parts(config, lambda n: one_by_one(*(some.plan(n) for some in ends)), whole.layout)
+    blocks = blocks_of(config, shape)
+    plan = together(blocks, groups)
+    return plan if _fits(plan) else replace(plan, fitting=fitting_groups(blocks, lambda some: _fits(together(some))))
+
+
+def _fewest_parts(config: RunConfig, plan: Callable[[int], Plan], layout: ParallelLayout) -> Plan:
+    """Return the plan for as many parts of a batch as the config says; for ``auto``, for the fewest that fit.
+
+    Where none do, the plan for one part says what is missing.
+    """
     if config.training.accumulation != "auto":
-        return parts.plan(config.training.accumulation)
-    # ``auto``: in as few parts as fit into the free memory; where none do, the plan for one part says what is missing.
-    plans = (parts.plan(number) for number in _divisors(config.training.batch_tokens // layout.parts))
+        return plan(config.training.accumulation)
+    plans = map(plan, _divisors(config.training.batch_tokens // layout.parts))
     first = next(plans)
     return next(filter(_fits, itertools.chain([first], plans)), first)
 
@@ -137,11 +113,12 @@ class _Parts:
         config: RunConfig,
         shape: FrozenModel,
         dtype: str,
-        replacements: dict[str, tuple[int, ReplacementConfig]],
+        replacements: Replacements,
         layout: ParallelLayout,
         shard: bool,
         device: torch.device,
         loaded: FrozenModel | None,
+        below: Replacements,
     ) -> None:
         self.config, self.device, self.replacements, self.layout = config, device, replacements, layout
         self.shards = layout.parts if shard else 1
@@ -156,24 +133,28 @@ class _Parts:
         # The resident memory of a process that was handed a model on the CPU includes its weights.
         counted = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
         self.process = max(0, resident() - counted)
-        blocks = blocks_of(config, shape)
-        mlps = {number: shape.mlp_shape(number) for number in blocks}
+        mlps = {number: shape.mlp_shape(number) for number in dict.fromkeys(n for n, _ in replacements.values())}
         self.widths = {number: (mlp.d_in, mlp.d_out) for number, mlp in mlps.items()}
         self.forward_tokens = config.data.forward_contexts * config.data.context
+        self.below = 4 * sum(layer.num_params for _, layer in below.values())
         self.forward = Cost()
         if config.data.cache is None:
             ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
-            self.forward = meter(lambda: shape.record(ids, blocks))
+            with torch.device("meta"):
+                layers = {number: layer.build() for number, layer in below.values()}
+            record = recorder(Splice(shape, layers), config.training.targets == "base")
+            self.forward = meter(lambda: record(ids, list(mlps)))
 
     def plan(self, accumulation: int) -> Plan:
         """Return the plan for batches that are processed in ``accumulation`` parts."""
         training, parts = self.config.training, self.layout.parts
         rows = -(-training.batch_tokens // parts // accumulation)  # tokens in a part, rounded up
         candidates = candidate_dtype(self.device, training.candidates)
-        steps = {
-            name: _step(layer, rows, accumulation, candidates, self.device, training.settings.k_start)
-            for name, (_, layer) in self.replacements.items()
+        costs = {
+            layer: _step(layer, rows, accumulation, candidates, self.device, training.settings.k_start)
+            for layer in dict.fromkeys(layer for _, layer in self.replacements.values())
         }
+        steps = {name: costs[layer] for name, (_, layer) in self.replacements.items()}
         host = self.on_host()
         groups = [self.on_device(group, steps) for group in self.layout.groups]
         device = max(groups, key=lambda phases: peak(phases)[1])
@@ -185,7 +166,9 @@ class _Parts:
         tokens = training.batch_tokens
         for name, cost in steps.items():
             work[name] = _work(cost, tokens / parts, ADAM_BYTES * self.params(name) / tokens)
-        return Plan(self.replacements, self.device, accumulation, device, host, self.disk(), self.layout, sites, work)
+        return Plan(
+            dict(self.replacements), self.device, accumulation, device, host, self.disk(), self.layout, sites, work
+        )
 
     def params(self, name: str) -> int:
         return self.replacements[name][1].num_params
@@ -211,14 +194,15 @@ class _Parts:
         sharded = params // self.shards
         layers = {"replacements": 4 * sharded, "counters": sum(8 * self.units(name) for name in group)}
         optimizer = {"gradients": 4 * sharded, "moments": MOMENT_BYTES[training.settings.optimizer] * sharded}
-        weights = {"base model": self.weights}
+        below = {"layers below": self.below} if self.below else {}
+        weights = {"base model": self.weights, **below}
         # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
         whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
         fit = any(layer.needs_covariance for _, layer in self.replacements.values())
         moments = {"second moments": sum(map(self.moment_bytes, blocks))} if fit else {}
         step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
         return {
-            "loading": weights,
+            "loading": {"base model": self.weights},
             "recording activations": {
                 **weights,
                 **layers,
@@ -359,7 +343,7 @@ def check_memory(config: RunConfig, plan: Plan) -> None:
                 f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {name}: "
                 f"{_listed(phases[phase])} (while {phase}). Lower training.buffer_tokens or sizing.expansion, set "
                 "training.accumulation to auto, load the base model in bfloat16 (model.dtype), or train fewer "
-                "replacements at a time."
+                f"replacements at a time{_divided(plan.fitting)}."
             )
     free, written = free_disk(config.folder), sum(plan.disk.values())
     if written > free:
@@ -368,6 +352,12 @@ def check_memory(config: RunConfig, plan: Plan) -> None:
             f"{_listed(plan.disk)}. Choose another folder with --out, lower training.keep_states or sizing.expansion, "
             "or train fewer replacements at a time."
         )
+
+
+def _divided(groups: Sequence[Sequence[int]]) -> str:
+    """Return the options that train groups of blocks in runs of their own."""
+    runs = " and ".join(f"--blocks '{list(group)}'" for group in groups)
+    return f": {len(groups)} runs fit, with names of their own (--run NAME) and {runs}" if groups else ""
 
 
 def _listed(parts: Mapping[str, int]) -> str:
@@ -408,9 +398,10 @@ def prepare(
             plan = plan_run(config, model, processes.world, groups, shard)
         check_memory(config, plan)
     phase, needed = peak(plan.memory)
+    one = ", one after the other" if plan.phases > 1 else ""
     parts = f", each batch in {number} parts" if number > 1 else ""
     console.print(
-        f"{len(plan.replacements)} replacements, {plan.params:,} parameters{parts}; memory on {plan.device}: "
+        f"{len(plan.replacements)} replacements, {plan.params:,} parameters{one}{parts}; memory on {plan.device}: "
         f"{needed / 2**30:.2f} GiB while {phase}",
         soft_wrap=True,
     )

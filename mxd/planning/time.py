@@ -15,7 +15,7 @@ from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
 from mxd.model.loading import DTYPES
 from mxd.planning.layout import parallel_layout
-from mxd.planning.memory import Plan, Work
+from mxd.planning.plan import Plan, Work
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mxd.planning.memory import Plan, peak
+from mxd.planning.plan import Plan, peak
 from mxd.planning.time import Speeds, Times, product_seconds
 
 
@@ -75,6 +75,8 @@ def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
         )
     listed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     yield f"expected: {times.step:.3f} s a step ({listed}), {tokens / times.step:,.0f} tokens/s"
+    if plan.phases > 1:
+        yield f"{plan.phases} blocks one after the other: a step here is one of each; memory is that of the largest"
     yield f"in all {steps:,} steps, {_span(steps * times.step)}"
 
 

@@ -14,10 +14,10 @@ from mxd.common.progress import progress
 from mxd.common.stop import Interrupted, Stop, Stopped, stop_signal
 from mxd.config import RunConfig
 from mxd.data.activations import Batch, Cursor
-from mxd.data.exchange import RankPart
 from mxd.layers import Covariance
 from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
+from mxd.training.phases import Phase
 from mxd.training.saving import Saver
 from mxd.training.source import bos_activations, covariances
 from mxd.training.step import Trainee, learning_rate, mean_sizes, train_step
@@ -30,9 +30,10 @@ STOP_EVERY = 8
 
 @dataclass
 class Loop:
-    """A run under way."""
+    """A phase of a run under way."""
 
-    config: RunConfig
+    phase: Phase
+    """What is trained."""
     base: FrozenModel
     trainees: Sequence[Trainee]
     """The replacements that this process trains."""
@@ -46,21 +47,23 @@ class Loop:
     """The last finished step."""
     cursor: Cursor
     """The position in the text after that step."""
-    shares: Sequence[RankPart]
-    """The part of every batch that each process takes."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run, with the blocks of this phase."""
+        return self.phase.config
 
     def run(self, stream: Iterator[Batch]) -> None:
         """Train to the last step and write every layer.
 
         Raises:
-            Interrupted: after Ctrl-C or SIGTERM, once everything is saved.
+            Interrupted: after Ctrl-C or SIGTERM, once everything is saved and something is left to train.
             MxdError: the text ended or failed, memory ran out, or a layer diverged.
         """
-        training, names = self.config.training, self.metrics.names
-        title = f"training {len(names)} replacement{'s' if len(names) > 1 else ''}"
+        training = self.config.training
         done, total = self.step * training.batch_tokens, training.steps * training.batch_tokens
         self.metrics.begin(self.step)
-        with stop_signal() as stop, progress(title, total, done=done) as advance:
+        with stop_signal() as stop, progress(self.phase.title, total, done=done) as advance:
             batches = self.batches(stream, stop)
             if self.step == 0:
                 batches = self.initialised(batches, stop)
@@ -78,6 +81,8 @@ class Loop:
                     raise self.stopped(stop)
         self.metrics.end()
         self.saver.finish(self.step, self.cursor)
+        if self.phase.more and self.processes.any(stop.is_set):
+            raise self.stopped(stop)
 
     def train_batch(self, batch: Batch) -> None:
         """Let every replacement take a step."""
@@ -103,7 +108,7 @@ class Loop:
         moments = self.covariances(stop)  # before the first batch is asked for: one window is in memory at a time
         first = next(batches)
         with self.processes.together():
-            bos = bos_activations(self.config, self.base)
+            bos = bos_activations(self.config, self.base, self.phase.record)
         settings = self.config.training.settings
         for trainee in self.trainees:
             block = trainee.number
@@ -123,7 +128,8 @@ class Loop:
         """
         if not any(replacement.needs_covariance for replacement in self.config.replacements):
             return {}
-        args = self.config, self.base, self.processes, self.trainees[0].processes, self.shares
+        group, shares = self.trainees[0].processes, self.phase.layout.shares
+        args = self.config, self.base, self.processes, group, shares, self.phase.record
         return self.filled(lambda: covariances(*args), stop)
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mxd.common.files import settle, writing
+from mxd.common.parsing import parse_json
 from mxd.common.processes import Processes
 from mxd.common.progress import console
 from mxd.config import RunConfig
@@ -202,6 +204,24 @@ class Metrics:
                 message = f"{self.file} is shorter than it was at step {step:,}: lines are missing"
                 console.print(message, soft_wrap=True, markup=False)
             file.truncate(min(file.tell(), size))
+
+    def restart(self) -> None:
+        """Cut off the lines of these replacements, which come last: they will be written again."""
+        if not self.file.exists():
+            return
+        with writing(self.file):
+            others = takewhile(lambda line: _replacement(line) not in (None, *self.names), self.file.open("rb"))
+            size = sum(map(len, others))
+            with self.file.open("ab") as file:
+                file.truncate(size)
+
+
+def _replacement(line: bytes) -> str | None:
+    """Return the replacement that a line is of; of a line that was not written to its end, ``None``."""
+    try:
+        return str(parse_json(line)["replacement"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from mxd.artifacts.checkpoint import save_layer
 from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError
-from mxd.common.files import atomic_file, writing
+from mxd.common.files import atomic_file
 from mxd.common.parsing import differences
 from mxd.common.processes import Processes, placed_as, whole
 from mxd.config import RunConfig, config_hash, dump_config
@@ -18,9 +18,12 @@ from mxd.data.activations import Cursor
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
+from mxd.training.phases import Phase
 from mxd.training.source import BASE, excluded_ids_of, origin
 from mxd.training.state import RUN_FILE, Info, State, new_run, run_of, save_state
 from mxd.training.step import Trainee
+
+BELOW = "layers below (SHA-256 of their tensors)"
 
 
 @dataclass
@@ -36,31 +39,32 @@ class Saver:
     """All processes of the run."""
     group: Processes
     """Those that train the same replacements."""
+    phase: Phase
+    """What is trained; ``config`` is that of the whole run."""
     saved: int = 0
     """The step of the last saved state, or 0."""
 
     def __post_init__(self) -> None:
-        self.origin, self.run_id = origin(self.config, self.base), ""
+        below = {BELOW: dict(self.phase.below)} if self.config.training.inputs == "spliced" else {}
+        self.origin, self.run_id = origin(self.config, self.base) | below, ""
 
-    def begin(self, state: State | None, resume: bool) -> None:
-        """Write the folder's run id and config; when resuming, cut off the metrics that will be written again.
+    def begin(self, state: State | None) -> None:
+        """Write the folder's run id and config; where they are there, cut off the metrics that will be written again.
 
         Args:
-            state: the state that the run continues from.
-            resume: whether the run is resumed; without a state it starts over.
+            state: the state that the run continues from; without one the phase starts over.
         """
         with self.processes.together():
             if self.processes.first:
                 folder = self.config.folder
-                self.run_id = (run_of(folder) if resume else None) or new_run(folder)
-                if not resume:
+                self.run_id = (run_of(folder) if self.phase.begun else None) or new_run(folder)
+                if not self.phase.begun:
                     with atomic_file(folder / "config.yaml") as file:
                         file.write_text(dump_config(self.config), encoding="utf-8")
                 elif state is not None:
                     self.metrics.cut(state.info.metrics_bytes, state.info.step)
                 else:  # killed before its first saved state
-                    with writing(self.metrics.file):
-                        self.metrics.file.unlink(missing_ok=True)
+                    self.metrics.restart()
         self.run_id = self.processes.gather(self.run_id)[0]
 
     def restore(self, state: State, shard: bool) -> None:
@@ -121,7 +125,7 @@ class Saver:
             for name, tensors in parts.items():
                 self._check_finite(name, tensors, step)
         keep = self.config.training.keep_states
-        save_state(self.config.folder / "state", parts if self.group.first else {}, info, self.processes, keep)
+        save_state(self.phase.states, parts if self.group.first else {}, info, self.processes, keep)
         self.saved = step
 
     def finish(self, step: int, cursor: Cursor) -> None:
@@ -154,7 +158,10 @@ class Saver:
                 raise self._diverged(name, key, step)
 
     def _diverged(self, name: str, what: str, step: int) -> MxdError:
-        good = f"the last good state, state/step-{self.saved:09d}, stays" if self.saved else "there is no earlier state"
+        states = self.phase.states.relative_to(self.config.folder)
+        good = (
+            f"the last good state, {states}/step-{self.saved:09d}, stays" if self.saved else "there is no earlier state"
+        )
         return MxdError(
             f"{name} diverged before step {step:,}: {what} is not finite. Nothing of that is saved; {good}. In a "
             "new run lower training.lr, set training.clip_norm or leave this one out."
@@ -191,6 +198,7 @@ class Saver:
             excluded_ids=tuple(excluded_ids_of(config, self.base)),
             data=config.data.model_dump(),
             text_hash=cursor.text,
+            below=dict(self.phase.below),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},
             tokens=step * training.batch_tokens,
             seed=config.seed,

@@ -21,7 +21,7 @@ from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_ca
 from mxd.data.store import Location
 from mxd.data.text import documents, text_hash
 from mxd.layers import Covariance
-from mxd.model.frozen import FrozenModel
+from mxd.model.frozen import FrozenModel, Record
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import blocks_of
 
@@ -37,6 +37,7 @@ def activation_stream(
     start: Cursor | None = None,
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
+    record: Record | None = None,
 ) -> Iterator[Batch]:
     """Return the batches a run trains on: from ``data.cache`` where it is set, else live from the base model.
 
@@ -46,6 +47,7 @@ def activation_stream(
         start: where to begin.
         processes: those that fill one buffer together.
         shares: the part of every batch that each process takes; by default all of it.
+        record: runs the base model; by default as it is.
 
     Raises:
         MxdError: no text, no tokenizer, a cache with another identity or too few tokens, or a text that differs from
@@ -54,7 +56,7 @@ def activation_stream(
     shares = shares or [RankPart(blocks_of(config, base))] * processes.world
     if config.data.cache is not None:
         return ahead(_cached(config, base, start, shares[processes.rank]), depth=2)
-    return _live(config, base, start, processes, shares)
+    return _live(config, base, start, processes, shares, record=record)
 
 
 def cache_activations(
@@ -77,6 +79,11 @@ def cache_activations(
     Raises:
         MxdError: anything wrong with config, model, text or disk.
     """
+    if config.training.inputs == "spliced":
+        raise MxdError(
+            "a cache holds activations of the base model, and training.inputs: spliced asks for those of the spliced "
+            "one; write it with --training.inputs base."
+        )
     with launched(config.timeout) as processes:
         processes.agree(recorded(config) | {"folder": str(location), "--dtype": dtype})
         base = load_base(config, model)
@@ -97,6 +104,7 @@ def _live(
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
     accept: WindowFilter | None = None,
+    record: Record | None = None,
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
     if base.tokenizer is None:
@@ -121,6 +129,7 @@ def _live(
         shares=shares,
         accept=accept,
         digest=contexts.digest,
+        record=record,
     )
 
 
@@ -169,9 +178,14 @@ def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
 
 
 def bos_activations(
-    config: RunConfig, base: FrozenModel
+    config: RunConfig, base: FrozenModel, record: Record | None = None
 ) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
     """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; empty without a BOS.
+
+    Args:
+        config: the run.
+        base: its base model.
+        record: runs the base model; by default as it is.
 
     Raises:
         MxdError: one of them is not finite, or an output is zero.
@@ -180,14 +194,19 @@ def bos_activations(
     if bos_id is None:
         return {}
     ids = torch.tensor([[bos_id]])
-    sites = base.record(ids, blocks_of(config, base))
+    sites = (record or base.record)(ids, blocks_of(config, base))
     for number, (x, y) in sites.items():
         check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}
 
 
 def covariances(
-    config: RunConfig, base: FrozenModel, processes: Processes, group: Processes, shares: Sequence[RankPart]
+    config: RunConfig,
+    base: FrozenModel,
+    processes: Processes,
+    group: Processes,
+    shares: Sequence[RankPart],
+    record: Record | None = None,
 ) -> dict[int, Covariance]:
     """Return block -> second moments over the first window's batches, for the blocks that this process trains at.
 
@@ -199,12 +218,13 @@ def covariances(
         processes: those that fill one buffer together.
         group: those among them that take each step together.
         shares: the part of every batch that each process takes.
+        record: runs the base model; by default as it is.
     """
     training = config.training
     batches = min(training.buffer_tokens // training.batch_tokens, training.steps)
     sums: dict[int, list[Tensor]] = {}
     count = 0
-    for batch in islice(activation_stream(config, base, None, processes, shares), batches):
+    for batch in islice(activation_stream(config, base, None, processes, shares, record), batches):
         count += len(batch.ids)
         for block, (x, y) in batch.sites.items():
             x, y = x.double(), y.double()

@@ -1,8 +1,9 @@
 """Sets up a run: one stream of activations, many replacements. The only file that imports accelerate.
 
-A run trains ``replacements x blocks`` side by side from one forward of the base model (``loop``). Its whole state is
-the parameters, Adam's moments, the counts and a position in the text (``saving``), so a resumed run continues exactly:
-bit for bit on a CPU; on a GPU up to the order in which atomic additions happen.
+A run trains ``replacements x blocks`` side by side from one forward of the base model (``loop``), or one block after
+the other (``phases``). Its whole state is the parameters, Adam's moments, the counts and a position in the text
+(``saving``), so a resumed run continues exactly: bit for bit on a CPU; on a GPU up to the order in which atomic
+additions happen.
 """
 
 import ctypes
@@ -23,9 +24,11 @@ from mxd.common.processes import Processes, launched
 from mxd.common.progress import console
 from mxd.config import RunConfig, load_config, plain_config, recorded
 from mxd.data.activations import Cursor
+from mxd.model.frozen import FrozenModel
 from mxd.planning.memory import prepare
 from mxd.training.loop import Loop
 from mxd.training.metrics import Metrics
+from mxd.training.phases import Phase, phases
 from mxd.training.saving import Saver
 from mxd.training.source import activation_stream, load_base
 from mxd.training.state import RUN_FILE, load_state
@@ -78,29 +81,42 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
     if config.training.deterministic:  # cuBLAS reads it when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     config, plan = prepare(config, model, processes, groups, shard)
-    layout = plan.layout
     base = load_base(config, model)
+    with _products(config.training.tf32), _repeatable(config.training.deterministic):
+        for phase in phases(config, base, plan, processes, resume):
+            _train_phase(phase, config, base, accelerator, processes, resume, shard)
+    return config.folder
+
+
+def _train_phase(
+    phase: Phase,
+    config: RunConfig,
+    base: FrozenModel,
+    accelerator: Any,
+    processes: Processes,
+    resume: bool,
+    shard: bool,
+) -> None:
+    layout = phase.layout
     number, group = processes.split(len(layout.groups))
     shard = shard and group.many
     trainees = [
         new_trainee(name, block, layer, config.seed, base.device, config.training, group)
-        for name, (block, layer) in plan.replacements.items()
+        for name, (block, layer) in phase.replacements.items()
         if name in layout.groups[number]
     ]
     stats = {trainee.name: trainee.stats for trainee in trainees}
-    metrics = Metrics(config, list(plan.replacements), stats, processes, group, accelerator)
+    metrics = Metrics(config, list(phase.replacements), stats, processes, group, accelerator)
     with processes.together():
-        saver = Saver(config, base, trainees, metrics, processes, group)
-    state = load_state(config.folder / "state", processes) if resume else None
+        saver = Saver(config, base, trainees, metrics, processes, group, phase)
+    state = load_state(phase.states, processes) if resume else None
     if state is not None:
         saver.restore(state, shard)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
     with processes.together():
-        stream = activation_stream(config, base, cursor, processes, layout.shares)
-    saver.begin(state, resume)
-    with _products(config.training.tf32), _repeatable(config.training.deterministic):
-        Loop(config, base, trainees, metrics, saver, processes, shard, step, cursor, layout.shares).run(stream)
-    return config.folder
+        stream = activation_stream(phase.config, base, cursor, processes, layout.shares, phase.record)
+    saver.begin(state)
+    Loop(phase, base, trainees, metrics, saver, processes, shard, step, cursor).run(stream)
 
 
 @contextmanager
