@@ -240,8 +240,6 @@ def recorder(splice: Splice, base_targets: bool = False) -> Record:
             spliced one. Otherwise outputs are the MLPs' for these inputs.
     """
     model = splice.model
-    if not splice.layers:
-        return model.record
 
     def record(ids: Int[Tensor, "batch seq"], blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
         with splice.entered():

@@ -101,7 +101,8 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
         f"# {member.config.label} for the MLP of block {origin.block} of {literal(origin.model)}",
         f"This layer replaces the MLP of block {origin.block} (counted from 0) of {literal(origin.model)}. "
         f"Method: **{member.config.label}** with {member.config.num_units:,} units and sparsity "
-        f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP.",
+        f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP."
+        + _through(origin),
         *_use(member, address, None),
         *_what([member]),
         *_training([member]),
@@ -109,6 +110,14 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
         *_limits([member], license),
     ]
     return _card(text, [member], license, title or member.name or "layer")
+
+
+def _through(origin: Provenance) -> str:
+    """Say which blocks below were replaced, too, while the layer was trained."""
+    if not origin.below:
+        return ""
+    blocks = ", ".join(map(str, origin.below))
+    return f" Meanwhile layers of the same run were spliced into blocks {blocks}; it is meant to be used with them."
 
 
 def set_card(

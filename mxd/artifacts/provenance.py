@@ -1,8 +1,8 @@
 """What a layer replaces and how it was trained."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
 class Provenance(BaseModel):
@@ -34,7 +34,7 @@ class Provenance(BaseModel):
     """Hash of the text's token ids, of a stream up to where training ended; of a mixed cache, of its shards."""
     training: dict[str, Any] = {}
     """The recipe: steps, learning rate, warm-up, batch."""
-    below: dict[str, str] = {}
+    below: dict[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
     """Block number -> SHA-256 of the layer's tensors that was spliced in there while this one was trained
     (``training.inputs: spliced``)."""
     tokens: int = 0

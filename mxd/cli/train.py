@@ -49,19 +49,19 @@ def cache(
     config: Path,
     folder: str,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32",
     worker: str | None = None,
 ) -> None:
     """Write the activations a run trains on to disk once; `mxd train --data.cache FOLDER` then reads them.
 
-    Existing shards are verified; missing and damaged ones are written. Size: 4 bytes (2 with --dtype bfloat16) x
-    (d_in + d_out) x blocks for each token.
+    Existing shards are verified; missing and damaged ones are written. Size: 4 bytes (2 with --dtype bfloat16, 1 with
+    int8) x (d_in + d_out) x blocks for each token.
 
     Args:
         config: YAML file of a run.
         folder: where the cache goes: a folder, or a URL that fsspec knows, s3://bucket/folder.
         overrides: fields to set, by dotted name.
-        dtype: what activations are rounded to; training reads them as float32.
+        dtype: what activations are rounded to; training reads them as float32. int8: with a scale for each token.
         worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
     """
     from mxd.config import load_config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from mxd.data.shards import (
     encoded,
     identity_of,
     leading_shards,
+    scale_name,
     seal_of,
     shard_name,
     shard_numbers,
@@ -43,7 +44,11 @@ from mxd.model.loading import DTYPES
 SHARD_BATCHES = 16
 """The most batches in a shard."""
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["float32", "float16", "bfloat16", "int8"]
+"""What activations are rounded to. ``int8``: whole numbers up to 127, times a scale for each row."""
+
+INT8_MOST = 127
+
 Stream = Callable[[Cursor, WindowFilter], Iterator[Batch]]
 """``stream(start, accept)`` yields live batches from the window at ``start`` on, of the windows that it accepts."""
 
@@ -54,9 +59,11 @@ def cache_bytes(widths: Sequence[tuple[int, int]], tokens: int, dtype: Dtype = "
     Args:
         widths: (d_in, d_out) of each site.
         tokens: tokens in the cache.
-        dtype: the dtype of the activations; a token id takes 8 bytes.
+        dtype: the dtype of the activations; a token id takes 8 bytes, the scale of a row in 8 bits 4.
     """
-    return tokens * (8 + DTYPES[dtype].itemsize * sum(d_in + d_out for d_in, d_out in widths))
+    values = sum(d_in + d_out for d_in, d_out in widths)
+    site_bytes = values + 8 * len(widths) if dtype == "int8" else DTYPES[dtype].itemsize * values
+    return tokens * (8 + site_bytes)
 
 
 def claim_cache(location: Location, identity: Mapping[str, Any], size: int, dtype: Dtype = "float32") -> None:
@@ -218,7 +225,11 @@ def _write_shard(
     for block in batches[0].sites:
         for i, name in enumerate(("x", "y")):
             values = torch.cat([batch.sites[block][i] for batch in batches])
-            tensors[f"{block}.{name}"] = _rounded(values, identity["dtype"], f"block {block}: {name}", ids)
+            key = f"{block}.{name}"
+            if identity["dtype"] == "int8":
+                tensors[key], tensors[scale_name(key)] = in_8_bits(values)
+            else:
+                tensors[key] = _rounded(values, identity["dtype"], f"block {block}: {name}", ids)
             tensors[f"{block}.{name}_mean"] = batches[0].means[block][i]
     with store.new_file(data_name(number)) as file:
         save_file(tensors, file)
@@ -249,6 +260,15 @@ def _apart(store: Store, number: int, end: Cursor, start: Cursor) -> MxdError:
     )
 
 
+def in_8_bits(
+    values: Float[Tensor, "tokens d"],
+) -> tuple[Int8[Tensor, "tokens d"], Float[Tensor, " tokens"]]:
+    """Return rows of whole numbers up to 127, and their scales; products are off by half a scale at most."""
+    scales = values.abs().amax(-1) / INT8_MOST
+    scales = torch.where(scales > 0, scales, 1.0)  # rows of zeros, or of numbers too small to be divided
+    return (values / scales.unsqueeze(-1)).round().to(torch.int8), scales
+
+
 def _rounded(
     values: Float[Tensor, "tokens d"], dtype: Dtype, what: str, ids: Int[Tensor, " tokens"]
 ) -> Float[Tensor, "tokens d"]:
@@ -271,7 +291,7 @@ def _check_room(folder: Path, size: int) -> None:
     if size - written > free:
         raise MxdError(
             f"the cache needs {(size - written) / 2**30:.1f} GiB more and {free / 2**30:.1f} GiB are free at {folder}; "
-            "lower training.tokens, cache fewer blocks, cache as bfloat16, or choose another disk."
+            "lower training.tokens, cache fewer blocks, cache as bfloat16 or int8, or choose another disk."
         )
 
 

@@ -3,7 +3,8 @@
 A shard is complete or absent: its tensors are written first, then its JSON, which names their SHA-256.
 
 cache.json                the cache's identity: all settings that its activations depend on
-shard-000000.safetensors  ids, x and y of every block, and the means of these over the window
+shard-000000.safetensors  ids, x and y of every block, and the means of these over the window; of rows in 8 bits the
+                          scales, by which they are to be multiplied
 shard-000000.json         where in the text it begins and each of its batches ends; size and SHA-256 of its tensors;
                           a seal: the hash of all this and of the cache's identity
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float, Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -58,7 +60,7 @@ class ShardFile:
             self.tensors = safe_open(path, "pt")
 
     def rows(self, name: str, begin: int, end: int) -> Shaped[Tensor, "rows ..."]:
-        """Return rows of a tensor.
+        """Return rows of a tensor, those in 8 bits multiplied by their scales.
 
         Args:
             name: ``ids``, or ``<block>.x`` or ``<block>.y``.
@@ -66,7 +68,10 @@ class ShardFile:
             end: the row after the last.
         """
         with _readable(self.where):
-            return self.tensors.get_slice(name)[begin:end]
+            rows = self.tensors.get_slice(name)[begin:end]
+            if rows.dtype is not torch.int8:
+                return rows
+            return rows * self.tensors.get_slice(scale_name(name))[begin:end].unsqueeze(-1)
 
     def means(self, blocks: Sequence[int]) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
         """Return block -> the means of x and y over the shard's window."""
@@ -211,6 +216,11 @@ def shard_numbers(names: Iterable[str]) -> list[int]:
 def data_name(number: int) -> str:
     """Return the name of the file with a shard's tensors."""
     return f"shard-{number:06d}.safetensors"
+
+
+def scale_name(name: str) -> str:
+    """Return the name of the tensor with the scales of another's rows."""
+    return f"{name}_scale"
 
 
 def description_name(number: int) -> str:

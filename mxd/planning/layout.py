@@ -106,7 +106,7 @@ def fitting_groups(blocks: Sequence[int], fits: Callable[[tuple[int, ...]], bool
 
     Args:
         blocks: at least one.
-        fits: whether some of them fit together; where some do, fewer do.
+        fits: whether some of them fit together; asked of the last group, which is the largest and the highest.
     """
 
     def divided(number: int) -> list[tuple[int, ...]]:
@@ -114,5 +114,5 @@ def fitting_groups(blocks: Sequence[int], fits: Callable[[tuple[int, ...]], bool
         return [tuple(blocks[start:end]) for start, end in itertools.pairwise(ends)]
 
     numbers = range(2, len(blocks) + 1)
-    found = bisect_left(numbers, True, key=lambda number: all(map(fits, divided(number))))
+    found = bisect_left(numbers, True, key=lambda number: fits(divided(number)[-1]))
     return tuple(divided(numbers[found])) if found < len(numbers) else ()

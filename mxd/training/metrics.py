@@ -209,11 +209,9 @@ class Metrics:
         """Cut off the lines of these replacements, which come last: they will be written again."""
         if not self.file.exists():
             return
-        with writing(self.file):
-            others = takewhile(lambda line: _replacement(line) not in (None, *self.names), self.file.open("rb"))
-            size = sum(map(len, others))
-            with self.file.open("ab") as file:
-                file.truncate(size)
+        with writing(self.file), self.file.open("r+b") as file:
+            others = takewhile(lambda line: _replacement(line) not in (None, *self.names), file.readlines())
+            file.truncate(sum(map(len, others)))
 
 
 def _replacement(line: bytes) -> str | None:

@@ -35,7 +35,7 @@ class Phase:
     states: Path
     """The folder of its states."""
     title: str
-    below: Mapping[str, str]
+    below: Mapping[int, str]
     """Block number -> SHA-256 of the tensors of the layer that is spliced in there."""
     begun: bool
     """Whether the run's folder has been written to before."""
@@ -62,7 +62,7 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
         yield Phase(config, plan.replacements, plan.layout, base.record, states, title, {}, resume)
         return
     below: dict[int, Trained] = {}
-    digests: dict[str, str] = {}
+    digests: dict[int, str] = {}
     base_hash = base.base_fingerprint()
     for place, (name, item) in enumerate(sorted(plan.replacements.items(), key=lambda entry: entry[1][0]), 1):
         block, folder = item[0], config.folder / name
@@ -85,10 +85,10 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
                 layer = load_layer(folder)
         if processes.first:
             shutil.rmtree(states / f"block{block}", ignore_errors=True)
-        below[block], digests[str(block)] = layer, read_config(folder)["tensors_sha256"]
+        below[block], digests[block] = layer, read_config(folder)["tensors_sha256"]
 
 
-def finished_layer(folder: Path, config: RunConfig, base_hash: str, below: Mapping[str, str]) -> Trained | None:
+def finished_layer(folder: Path, config: RunConfig, base_hash: str, below: Mapping[int, str]) -> Trained | None:
     """Return the layer in a folder, or ``None`` where there is none or one that was not trained to the end.
 
     Args:

@@ -45,8 +45,8 @@ class Saver:
     """The step of the last saved state, or 0."""
 
     def __post_init__(self) -> None:
-        below = {BELOW: dict(self.phase.below)} if self.config.training.inputs == "spliced" else {}
-        self.origin, self.run_id = origin(self.config, self.base) | below, ""
+        below = {str(number): digest for number, digest in self.phase.below.items()}
+        self.origin, self.run_id = origin(self.config, self.base) | ({BELOW: below} if below else {}), ""
 
     def begin(self, state: State | None) -> None:
         """Write the folder's run id and config; where they are there, cut off the metrics that will be written again.

@@ -34,7 +34,7 @@ from mxd.common.errors import MxdError, redact
 from mxd.common.processes import Processes
 from mxd.config import dump_config, parse_config
 from mxd.data.activations import Cursor, activation_batches
-from mxd.data.cache import cache_bytes, claim_cache, write_cache
+from mxd.data.cache import cache_bytes, claim_cache, in_8_bits, write_cache
 from mxd.data.exchange import RankPart
 from mxd.data.reading import cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.shards import seal_of
@@ -688,6 +688,47 @@ def test_what_float16_cannot_hold_is_named_before_its_shard_is_written(tmp_path,
     assert names(folder)[-1] == "shard-000001.safetensors"
     assert len(list(cached_batches(folder, LAYERS))) == 3
     assert cached_tokens(write(tmp_path / "b", stream, dtype="bfloat16")) == 112
+
+
+# 8 bits
+
+
+def test_a_cache_in_8_bits_is_the_live_stream_up_to_half_a_step_of_each_row(tmp_path, live, whole):
+    """A step is 1/127 of a row's largest value, so a row's error does not depend on the sizes of other rows."""
+    folder = write(tmp_path / "c", live, dtype="int8")
+    held = load_file(shard(folder, 0))
+    assert {t.dtype for name, t in held.items() if name[1:] in (".x", ".y")} == {torch.int8}
+    assert {t.dtype for name, t in held.items() if "_" in name} == {torch.float32}
+    assert all(held[name].abs().amax(1).eq(127).all() for name in held if name[1:] in (".x", ".y"))
+    for got, want in zip(cached_batches(folder, LAYERS), whole, strict=True):
+        assert torch.equal(got.ids, want.ids)
+        for block, pair in want.sites.items():
+            assert all(torch.equal(a, b) for a, b in zip(got.means[block], want.means[block], strict=True))
+            for found, exact in zip(got.sites[block], pair, strict=True):
+                step = exact.abs().amax(1, keepdim=True) / 127
+                assert found.dtype == torch.float32
+                assert bool(((found - exact).abs() <= 0.501 * step).all())
+                share = float((found - exact).square().sum() / exact.square().sum())
+                assert 1e-6 < share < 1e-4  # about (max / 127)^2 / 12 over the mean square
+    sizes = sum(t.nbytes for n in range(9) for name, t in load_file(shard(folder, n)).items() if "mean" not in name)
+    assert sizes == cache_bytes([(32, 32), (32, 32)], 14 * BATCH, "int8") == 112 * (8 + 4 * (32 + 4))
+
+
+def test_rows_of_a_cache_in_8_bits_are_mixed_and_divided_with_their_scales(tmp_path, live):
+    folder = write(tmp_path / "c", live, dtype="int8")
+    rows = {tuple(x.tolist()) for batch in cached_batches(folder, LAYERS) for x in batch.sites[0][0]}
+    mixed = islice(mixed_batches(folder, LAYERS, 16, 3, seed=1), 112 // 16)
+    parts = (part for batch in mixed for part in batch.sites[0][0])
+    assert {tuple(x.tolist()) for x in parts} == rows
+    halves = [next(cached_batches(folder, LAYERS, part=(n, 2))).sites[2][1] for n in (0, 1)]
+    assert torch.equal(torch.cat(halves), next(cached_batches(folder, LAYERS)).sites[2][1])
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [1e-30, -3e-30], [3e38, 1.0], [-5.0, 2.0]])
+def test_rows_of_any_size_fit_into_8_bits(values):
+    exact = torch.tensor([values])
+    stored, scales = in_8_bits(exact)
+    torch.testing.assert_close(stored * scales[:, None], exact, rtol=0, atol=float(exact.abs().max()) / 253)
 
 
 # Parts of batches

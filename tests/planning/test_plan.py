@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from mxd.layers.objective import forward_backward
 from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
-from mxd.planning.memory import GZIP_RATIO, TEXT_BYTES, _text_bytes, check_memory, peak, plan_run, prepare
+from mxd.planning.layout import fitting_groups
+from mxd.planning.memory import GZIP_RATIO, TEXT_BYTES, _text_bytes, check_memory, plan_run, prepare
+from mxd.planning.plan import peak
 from mxd.planning.profiler import meter
 from mxd.planning.time import Speeds, expected, product_seconds, step_times
+from mxd.splice import Splice, recorder
 from mxd.training.trainer import as_recorded, train
 
 MIB = 2**20
@@ -306,3 +310,61 @@ def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_p
     for source, total in (("*.jsonl", plain), ("0.jsonl", plain // 2), ("*.gz", 50 * GZIP_RATIO), ("none.txt", 0)):
         config = small(tmp_path / "runs", data={"source": str(tmp_path / source)})
         assert _text_bytes(config) == TEXT_BYTES * total
+
+
+def test_blocks_one_after_the_other_need_the_memory_of_the_last_and_the_work_of_all(tmp_path: Path) -> None:
+    """Against the meter at every block, through the layers below."""
+    config = small(tmp_path, blocks="all", training={"inputs": "spliced", "accumulation": 1})
+    plan, side_by_side = plan_run(config), plan_run(small(tmp_path, blocks="all"))
+    assert plan.replacements == side_by_side.replacements and plan.phases == 6
+    one = plan.params // 6
+    needed = plan.memory["taking steps"]
+    assert needed["layers below"] == plan.memory["recording activations"]["layers below"] == 4 * 5 * one
+    assert (needed["replacements"], needed["moments"]) == (4 * one, 8 * one)
+    assert needed["activations"] == side_by_side.memory["taking steps"]["activations"] // 6
+    assert plan.disk == side_by_side.disk | {"3 states": side_by_side.disk["3 states"] // 6}
+    shape, layers = outline("tiny-gpt2"), {}
+    shape.module.float()
+    ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
+    flops = {False: 0, True: 0}
+    for number, layer in plan.replacements.values():
+        for base_targets in (False, True):
+            record = recorder(Splice(shape, layers), base_targets)
+            flops[base_targets] += meter(partial(record, ids, [number])).flops
+        with torch.device("meta"):
+            layers[number] = layer.build()
+    assert plan.work["base model"].flops * ids.numel() == pytest.approx(flops[False], rel=1e-9)
+    second = plan_run(
+        small(tmp_path, blocks="all", training={"inputs": "spliced", "targets": "base", "accumulation": 1})
+    )
+    assert second.work["base model"].flops * ids.numel() == pytest.approx(flops[True], rel=1e-9)
+    assert {name: work for name, work in plan.work.items() if name != "base model"} == {
+        name: work for name, work in side_by_side.work.items() if name != "base model"
+    }
+    with pytest.raises(MxdError, match="cannot make 2 groups"):
+        plan_run(config, world=2, groups=2)
+
+
+def test_where_all_blocks_do_not_fit_the_plan_says_which_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"accumulation": 1}
+    config = small(tmp_path, blocks="all", training=one)
+    needed = [peak(plan_run(small(tmp_path, blocks=[*range(6 - n, 6)], training=one)).memory)[1] for n in (1, 2, 3)]
+    free = (needed[1] + needed[2]) // 2  # two fit, three do not
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: free)
+    plan = plan_run(config)
+    assert plan.fitting == ((0, 1), (2, 3), (4, 5))
+    with pytest.raises(
+        MxdError, match=r"3 runs fit.*--blocks '\[0, 1\]' and --blocks '\[2, 3\]' and --blocks '\[4, 5\]'"
+    ):
+        check_memory(config, plan)
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: needed[0] // 2)
+    assert plan_run(config).fitting == ()
+    with pytest.raises(MxdError, match=r"or train fewer replacements at a time\."):
+        check_memory(config, plan_run(config))
+
+
+@pytest.mark.parametrize(("most", "groups"), [(6, [4, 3]), (4, [4, 3]), (3, [3, 2, 2]), (1, [1] * 7), (0, ())])
+def test_groups_are_as_few_as_fit(most: int, groups: list[int]) -> None:
+    found = fitting_groups(range(10, 17), lambda some: 0 < len(some) <= most)
+    assert sorted(map(len, found), reverse=True) == list(groups)
+    assert sum(found, ()) == (tuple(range(10, 17)) if groups else ())

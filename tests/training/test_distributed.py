@@ -111,9 +111,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{file.parent.name}/{k}": v for file in files for k, v in load_file(file).items()}
 
 
-def assert_same_training(a: Path, b: Path) -> None:
+def assert_same_training(a: Path, b: Path, replacements: int = 6) -> None:
     """The same to float tolerance: every metric of every step, and every weight."""
-    assert len(lines(a)) == 6 * STEPS / 2
+    assert len(lines(a)) == replacements * STEPS / 2
     for left, right in zip(lines(a), lines(b), strict=True):
         assert (left["step"], left["replacement"]) == (right["step"], right["replacement"])
         for name in ("normalized_mse", "fvu", "l0"):
@@ -168,6 +168,19 @@ def test_processes_begin_at_the_same_fit(tmp_path: Path) -> None:
     )
     for name in ("one", "shards", "two"):
         assert_same_training(tmp_path / "alone", tmp_path / name)
+
+
+@pytest.mark.long
+def test_processes_train_one_block_after_the_other(tmp_path: Path) -> None:
+    """Two of them, which stop in between and go on, train what one does."""
+    runs = {name: config(tmp_path, name, inputs="spliced", targets="base") for name in ("one", "two")}
+    for run in runs.values():
+        run["replacements"] = [{"method": "transcoder", "sparsity": {"kind": "batch_topk", "k": 8}}]
+    launch(1, {"config": runs["one"]})
+    launch(2, {"config": runs["two"], "stop": 2, "expect": "everything is saved"})
+    launch(2, {"config": runs["two"], "resume": True})
+    assert [line["replacement"][:6] for line in lines(tmp_path / "two")] == ["block1"] * 6 + ["block2"] * 6
+    assert_same_training(tmp_path / "one", tmp_path / "two", replacements=2)
 
 
 @pytest.mark.long
