@@ -108,7 +108,7 @@ class Loop:
         moments = self.covariances(stop)  # before the first batch is asked for: one window is in memory at a time
         first = next(batches)
         with self.processes.together():
-            bos = bos_activations(self.config, self.base, self.phase.record)
+            bos = bos_activations(self.config, self.base)
         settings = self.config.training.settings
         for trainee in self.trainees:
             block = trainee.number

@@ -178,14 +178,11 @@ def bos_id_of(config: RunConfig, base: FrozenModel) -> int | None:
 
 
 def bos_activations(
-    config: RunConfig, base: FrozenModel, record: Record | None = None
+    config: RunConfig, base: FrozenModel
 ) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
     """Return block -> (MLP input, MLP output) at BOS in position 0, for the blocks of a run; empty without a BOS.
 
-    Args:
-        config: the run.
-        base: its base model.
-        record: runs the base model; by default as it is.
+    They are the same where layers that store them are spliced into the blocks below.
 
     Raises:
         MxdError: one of them is not finite, or an output is zero.
@@ -194,7 +191,7 @@ def bos_activations(
     if bos_id is None:
         return {}
     ids = torch.tensor([[bos_id]])
-    sites = (record or base.record)(ids, blocks_of(config, base))
+    sites = base.record(ids, blocks_of(config, base))
     for number, (x, y) in sites.items():
         check_activations(number, x[0], y[0], ids[0], base)
     return {number: (x[0, 0].float(), y[0, 0].float()) for number, (x, y) in sites.items()}

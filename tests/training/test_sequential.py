@@ -71,7 +71,7 @@ def watched(config, model, ids) -> dict[int, tuple]:
 
     def stream(config, base, cursor, processes, shares, record):
         (block,) = config.blocks
-        seen[block] = record(ids, [block])[block], bos_activations(config, base, record)[block]
+        seen[block] = record(ids, [block])[block], bos_activations(config, base)[block]
         return real(config, base, cursor, processes, shares, record)
 
     with pytest.MonkeyPatch.context() as patch:
