@@ -33,7 +33,7 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops import reference
 from mxd.ops.sparse import candidates_pay
-from mxd.planning.layout import plan_layers
+from mxd.planning.layout import blocks_of, plan_layers
 from mxd.training.source import activation_stream
 from mxd.training.step import Trainee, new_trainee, train_step
 
@@ -97,7 +97,7 @@ def held_out_activations(
     for _ in range(math.ceil(tokens / text.context)):
         ids = torch.tensor(next(contexts), dtype=torch.int64)[None]
         kept = ~torch.isin(ids, special)
-        for number, (x, y) in base.record(ids, config.blocks).items():
+        for number, (x, y) in base.record(ids, blocks_of(config, base)).items():
             recorded.setdefault(number, []).append((x[kept], y[kept]))
     return {
         number: (torch.cat([x for x, _ in sites]), torch.cat([y for _, y in sites]))

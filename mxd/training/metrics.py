@@ -4,14 +4,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mxd.common.files import settle, writing
+from mxd.common.files import atomic_file, settle, writing
 from mxd.common.parsing import parse_json
 from mxd.common.processes import Processes
 from mxd.common.progress import console
@@ -206,12 +205,13 @@ class Metrics:
             file.truncate(min(file.tell(), size))
 
     def restart(self) -> None:
-        """Cut off the lines of these replacements, which come last: they will be written again."""
+        """Remove the lines of these replacements, which will be written again, and any that has no end."""
         if not self.file.exists():
             return
-        with writing(self.file), self.file.open("r+b") as file:
-            others = takewhile(lambda line: _replacement(line) not in (None, *self.names), file.readlines())
-            file.truncate(sum(map(len, others)))
+        with writing(self.file):
+            lines = self.file.read_bytes().splitlines(keepends=True)
+        with atomic_file(self.file) as file:
+            file.write_bytes(b"".join(line for line in lines if _replacement(line) not in (None, *self.names)))
 
 
 def _replacement(line: bytes) -> str | None:

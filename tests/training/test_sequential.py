@@ -248,6 +248,17 @@ def test_a_finished_run_is_left_as_it_is(whole, gpt2):
 
 
 @pytest.mark.long
+def test_a_block_that_was_taken_away_is_trained_again(whole, gpt2, tmp_path):
+    config = config_of(whole.parents[1]).model_copy(update={"out": str(tmp_path)})
+    shutil.copytree(whole, config.folder)
+    shutil.rmtree(config.folder / "block1-tc-k4")
+    train(config, resume=True, model=gpt2)
+    assert_same_layers(whole, config.folder)
+    by_block = [sorted(metrics(folder), key=lambda line: line["replacement"]) for folder in (whole, config.folder)]
+    assert by_block[0] == by_block[1]
+
+
+@pytest.mark.long
 def test_a_request_in_the_last_step_of_a_block_stops_the_run(whole, gpt2, tmp_path, monkeypatch, signals):
     config = config_of(tmp_path)
     real = Loop.train_batch
