@@ -358,8 +358,11 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{where}: {error.error_count()} problem(s)"]
-        for problem in error.errors(include_url=False):
+        problems = error.errors(include_url=False)
+        if len(problems) > 1:  # bad replacements are left out, and then there may be too few
+            problems = [p for p in problems if (p["loc"], p["type"]) != (("replacements",), "too_short")]
+        lines = [f"{where}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"]
+        for problem in problems:
             field = ".".join(str(p) for p in problem["loc"])
             lines.append(f"  {field}: {problem['msg']}" + _hint(problem))
         raise MxdError("\n".join(lines)) from error
@@ -408,9 +411,10 @@ def _hint(problem: Any) -> str:
     """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
     if problem["type"] == "extra_forbidden":
         settings: Any = RunConfig
+        tagged = LAYERS | SPARSITIES
         for part in problem["loc"][:-1]:
             fields = getattr(settings, "model_fields", {})
-            settings = fields[part].annotation if part in fields else LAYERS.get(str(part), settings)
+            settings = fields[part].annotation if part in fields else tagged.get(str(part), settings)
         return f"; fields here: {', '.join(getattr(settings, 'model_fields', {}))}"
     if problem["type"].startswith("union_tag"):
         return f" (methods: {', '.join(LAYERS)}; sparsities: {', '.join(SPARSITIES)})"

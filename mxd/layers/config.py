@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.layers.sparsity import AnySparsity, Sparsity, TopKConfig
+from mxd.layers.sparsity import SPARSITIES, AnySparsity, Sparsity, TopKConfig
 
 if TYPE_CHECKING:
     from mxd.layers.base import ReplacementLayer
@@ -146,8 +146,15 @@ class ReplacementConfig(BaseModel, ABC):
         """Return a copy whose open fields are taken from the base MLP (all but ``num_units``).
 
         Raises:
-            MxdError: one of them could not be read from the base MLP and the config does not state it.
+            MxdError: one of them could not be read from the base MLP and the config does not state it, or it states
+                other widths than the MLP's.
         """
+        for name in ("d_in", "d_out"):
+            if getattr(self, name) not in (None, getattr(mlp, name)):
+                raise MxdError(
+                    f"{self.label}: {name} = {getattr(self, name)}, and the base MLP's is {getattr(mlp, name)}; leave "
+                    f"{name} out of the config."
+                )
         known = {name: getattr(mlp, name) for name in self.inherits}
         for name, value in known.items():
             if getattr(self, name) is None and value is None:
@@ -264,8 +271,8 @@ class ReplacementConfig(BaseModel, ABC):
     def _check_kind(self) -> "ReplacementConfig":
         kind, own = self.sparsity.kind, self.own_kinds
         if (kind not in own) if own else not self.sparsity.general:
-            choices = f"{', '.join(own)}" if own else "a kind that chooses from one score for each unit"
-            raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {choices}")
+            choices = own or tuple(name for name, config in SPARSITIES.items() if config.general)
+            raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {', '.join(choices)}")
         return self
 
     @model_validator(mode="after")
