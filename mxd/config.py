@@ -28,6 +28,7 @@ from mxd.layers import LAYERS, AnyReplacement, Initialisation
 from mxd.layers.sizing import Match
 from mxd.layers.sparsity import SPARSITIES
 from mxd.questions import EvaluationConfig, Settings
+from mxd.tuning import UNCHANGED, TuneConfig
 
 MOST_REPLACEMENTS = 10_000
 """Most replacements in a run: products of lists that ask for more are refused before they fill the memory."""
@@ -242,6 +243,14 @@ class TrainingConfig(Settings):
         return self
 
 
+def tuning_as_training(how: TuneConfig) -> TrainingConfig:
+    """Return the settings of a tuning as those of a run."""
+    own = ("tokens", "batch_tokens", "lr", "decay", "clip_norm", "accumulation", "log_every", "save_every")
+    given = {name: getattr(how, name) for name in own}
+    warmup = round(how.warmup_share * (how.tokens // how.batch_tokens))
+    return TrainingConfig(recipe="scaled", buffer_tokens=how.batch_tokens, warmup_steps=warmup, **given)
+
+
 class RunConfig(Settings):
     """One run: replacements x layers, trained from one stream of activations."""
 
@@ -263,6 +272,8 @@ class RunConfig(Settings):
     """Parameter matching."""
     training: TrainingConfig = TrainingConfig()
     """The recipe."""
+    tune: TuneConfig = UNCHANGED
+    """How `mxd tune` goes on from there; does not affect training."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What `mxd compare` measures; does not affect training."""
     timeout: float = Field(10.0, ge=0.01, le=10_080)
@@ -379,8 +390,12 @@ def dump_config(config: RunConfig) -> str:
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:
-    """Return the fields that determine a run's layers, as plain data: ``recorded`` without its name and folder."""
-    return {key: value for key, value in recorded(config).items() if key not in ("run", "out")}
+    """Return the fields that determine a run's layers, as plain data: ``recorded`` without its name and folder.
+
+    How a run would be tuned belongs to its layers only once they are tuned.
+    """
+    beside = {"run", "out"} if config.tune.of else {"run", "out", "tune"}
+    return {key: value for key, value in recorded(config).items() if key not in beside}
 
 
 def config_hash(config: RunConfig) -> str:

@@ -22,6 +22,7 @@ ORDER = [
     "metrics",
     "artifacts",
     "questions",
+    "tuning",
     "data",
     "config",
     "splice",

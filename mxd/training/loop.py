@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from mxd.common.errors import MxdError, SharedError, typed
 from mxd.common.processes import Processes
@@ -48,6 +48,8 @@ class Loop:
     """The position in the text after that step."""
     shares: Sequence[RankPart]
     """The part of every batch that each process takes."""
+    command: ClassVar[str] = "train"
+    """Of mxd, with which the run is resumed."""
 
     def run(self, stream: Iterator[Batch]) -> None:
         """Train to the last step and write every layer.
@@ -57,7 +59,7 @@ class Loop:
             MxdError: the text ended or failed, memory ran out, or a layer diverged.
         """
         training, names = self.config.training, self.metrics.names
-        title = f"training {len(names)} replacement{'s' if len(names) > 1 else ''}"
+        title = f"{self.command.removesuffix('e')}ing {len(names)} replacement{'s' if len(names) > 1 else ''}"
         done, total = self.step * training.batch_tokens, training.steps * training.batch_tokens
         self.metrics.begin(self.step)
         with stop_signal() as stop, progress(title, total, done=done) as advance:
@@ -181,7 +183,7 @@ class Loop:
         """Return the error to raise once everything is saved."""
         return stop.error(
             f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
-            f"To continue: mxd train {typed(self.config.folder / 'config.yaml')} --resume"
+            f"To continue: mxd {self.command} {typed(self.config.folder / 'config.yaml')} --resume"
         )
 
 
