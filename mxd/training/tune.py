@@ -219,6 +219,15 @@ def _contexts_of_a_step(config: RunConfig, processes: Processes) -> int:
 
 
 def tuned_trainee(name: str, trained: Trained, base: FrozenModel, how: TuneConfig, processes: Processes) -> Trainee:
+    """Return a trained layer at the beginning of its tuning.
+
+    Args:
+        name: its name in the run.
+        trained: the layer.
+        base: the base model, on whose device it is tuned.
+        how: the tuning.
+        processes: those that tune it together.
+    """
     layer, block = trained.layer.to(base.device).eval(), trained.provenance.block
     with torch.device("meta"):
         anew = layer.config.build()

@@ -292,10 +292,12 @@ class Shares:
 
     @property
     def of_target(self) -> float:
+        """For sums over targets."""
         return self.world / max(self.targets, 1)
 
     @property
     def of_token(self) -> float:
+        """For sums over tokens."""
         return self.world / max(self.tokens, 1)
 
 

@@ -1,6 +1,9 @@
 """Tuning: its loss against an oracle, what it leaves alone, and that an interrupted one ends like one that was not."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -151,11 +154,12 @@ def test_the_gradient_is_that_of_the_loss_written_out(
         handle.remove()
     counted = (ids != 0)[:, 1:]
     logp, logq = logits[:, :-1].log_softmax(-1), expected_logits[:, :-1].log_softmax(-1)
-    if loss == "kl":
-        losses = (logq.exp() * (logq - logp)).sum(-1)
-    else:
-        losses = -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    total = losses[counted].mean() + nmse * sum(errors) + sum(penalties) * (ids != 0).sum() / (ids != 0).sum()
+    divergences, entropies = (logq.exp() * (logq - logp)).sum(-1), -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    total = (
+        (divergences if loss == "kl" else entropies)[counted].mean()
+        + nmse * sum(errors)
+        + sum(penalties) * (ids != 0).sum() / (ids != 0).sum()
+    )
     expected = torch.autograd.grad(total, tuned.parameters())
     for own, right in zip(found, expected, strict=True):
         torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-6 + 1e-4 * float(right.abs().max()))
@@ -208,7 +212,9 @@ def test_replacements_that_are_the_mlps_have_nothing_to_learn(base: FrozenModel,
         trainee.number, trainee.layer = number, Exact(base.mlp(number))
         trainee.stats = TunedStats(1, 128, torch.device("cpu"), "kl")
     modules = [TunedMLP(trainee, base.mlp(trainee.number)) for trainee in trainees]
-    tuned = TunedSet("exact", trainees, Splice(base, {t.number: m for t, m in zip(trainees, modules)}), modules)
+    tuned = TunedSet(
+        "exact", trainees, Splice(base, {t.number: m for t, m in zip(trainees, modules, strict=True)}), modules
+    )
     tuned.parameters = lambda: [t.layer.weight for t in trainees]  # type: ignore[method-assign]
     tuned.zero_grad = lambda: None  # type: ignore[method-assign]
     loop.sets = [tuned]
@@ -308,6 +314,36 @@ def test_a_signal_saves_everything(trained: Path, base: FrozenModel, tmp_path: P
     with pytest.raises(Interrupted, match=r"stopped at step 3 of 4.*mxd tune .*config.yaml --resume"):
         tune([trained], TuneConfig(**HOW), "s", str(tmp_path), model=base)
     assert (tmp_path / "s" / "state" / "step-000000003").is_dir()
+
+
+@pytest.mark.long
+def test_two_processes_tune_as_one_does(trained: Path, base: FrozenModel, tmp_path: Path) -> None:
+    one = tune([trained], TuneConfig(**HOW), "one", str(tmp_path), model=base)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mxd",
+        "tune",
+    ]
+    options = [f"--{key.replace('_', '-')}={value}" for key, value in HOW.items()]
+    command = [*launch, str(trained), *options, "--out", str(tmp_path)]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert found.returncode == 0, found.stderr[-6000:]
+    for name in weights(one):
+        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (one, tmp_path / "two-tuned"))
+        for key, value in ours.items():
+            torch.testing.assert_close(theirs[key], value, rtol=1e-4, atol=1e-6 + 1e-4 * float(value.abs().max()))
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one, tmp_path / "two-tuned")]
+    for ours, theirs in zip(*(map(json.loads, part) for part in lines), strict=True):
+        assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-4)
+        assert ours["normalized_mse"] == pytest.approx(theirs["normalized_mse"], rel=1e-3)
 
 
 def test_changed_layers_are_not_resumed(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
