@@ -26,6 +26,7 @@ ORDER = [
     "data",
     "config",
     "splice",
+    "joint",
     "planning",
     "training",
     "share",

@@ -20,6 +20,7 @@ from mxd.common.stop import Interrupted
 from mxd.config import parse_config
 from mxd.evaluation.checkpoints import open_checkpoints
 from mxd.evaluation.faithfulness import evaluate
+from mxd.joint import Shares, TunedMLP
 from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -29,7 +30,7 @@ from mxd.splice import SiblingWarning, Splice, spliced
 from mxd.training.step import Trainee, learned
 from mxd.training.trainer import train
 from mxd.training.tune import sets_of, tensors_hash, tune, tune_config, tuned_trainee
-from mxd.training.tuning import Shares, TunedMLP, TunedSet, TunedStats, TuneLoop
+from mxd.training.tuning import TunedSet, TunedStats, TuneLoop
 from mxd.tuning import TuneConfig
 
 HOW = {"tokens": 2048, "batch_tokens": 512, "log_every": 2, "save_every": 2}
@@ -211,7 +212,7 @@ def test_replacements_that_are_the_mlps_have_nothing_to_learn(base: FrozenModel,
     for trainee, number in zip(trainees, (0, 3), strict=True):
         trainee.number, trainee.layer = number, Exact(base.mlp(number))
         trainee.stats = TunedStats(1, 128, torch.device("cpu"), "kl")
-    modules = [TunedMLP(trainee, base.mlp(trainee.number)) for trainee in trainees]
+    modules = [TunedMLP(trainee.layer, base.mlp(trainee.number)) for trainee in trainees]
     tuned = TunedSet(
         "exact", trainees, Splice(base, {t.number: m for t, m in zip(trainees, modules, strict=True)}), modules
     )
