@@ -3,11 +3,12 @@
     python scripts/bench_tune.py [--model tiny-llama] [--method mxd] [--k 32] [--contexts 8] [--repeats 5]
         [--json FILE] [--check]
 
-Every MLP of the model is replaced by a layer as it is drawn at random (the time does not depend on what it has learned). In turn, in
-one process, medians over repeats:
+Every MLP of the model is replaced by a layer as it is drawn at random; the time does not depend on what it learned.
+In turn, in one process, medians over repeats:
 
 - *step*: forward of the base model, forward and backward of the spliced one, clipping, Adam (``TuneLoop.train_batch``);
-- *passes*: the base model's logits, the spliced model's with their graph, their divergence, and the backward pass, by PyTorch alone.
+- *passes*: the base model's logits, the spliced model's with their graph, their divergence, and the backward pass, by
+  PyTorch alone.
 
 `--check` fails where a step takes more than 1.15 times as long. Peak memory is that of the whole process after each.
 """
@@ -43,7 +44,9 @@ from mxd.tuning import TuneConfig
 MOST = 1.15
 
 
-def steps(base: FrozenModel, layer: dict[str, Any], expansion: int, contexts: int, context: int) -> dict[str, Callable[[], Any]]:
+def steps(
+    base: FrozenModel, layer: dict[str, Any], expansion: int, contexts: int, context: int
+) -> dict[str, Callable[[], Any]]:
     """Return what is timed.
 
     Args:

@@ -87,7 +87,11 @@ def tune_config(
     out: str | None = None,
     source: str | None = None,
 ) -> tuple[RunConfig, dict[str, Trained]]:
-    """Return a tuning as the config of a run, and name -> the layers that it begins with; arguments as ``tune``."""
+    """Return a tuning as the config of a run, and name -> the layers that it begins with; arguments as ``tune``.
+
+    Raises:
+        MxdError: layers that do not belong together, a config that is not a tuning's, or a bad value.
+    """
     known: RunConfig | None = None
     if len(paths) == 1 and str(paths[0]).endswith((".yaml", ".yml")):
         known = load_config(paths[0])

@@ -6,14 +6,14 @@ running statistics stay as they were trained. The base model's forward is shared
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
@@ -21,9 +21,9 @@ from mxd.common.stop import Stop
 from mxd.data.activations import Batch, Cursor
 from mxd.data.checks import check_text
 from mxd.data.contexts import counted_positions
+from mxd.joint import Shares, TunedMLP, joint_backward
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
-from mxd.joint import Shares, TunedMLP, joint_backward
 from mxd.splice import Splice
 from mxd.training.loop import Loop
 from mxd.training.metrics import Metrics, Stats
@@ -102,7 +102,13 @@ class TunedSet:
 
     @staticmethod
     def of(name: str, trainees: Sequence[Trainee], base: FrozenModel) -> "TunedSet":
-        """Return a set with everything that splices it into the base model."""
+        """Return a set with everything that splices it into the base model.
+
+        Args:
+            name: of the set.
+            trainees: its layers, of different blocks.
+            base: the base model.
+        """
         modules = [TunedMLP(trainee.layer, base.mlp(trainee.number)).eval() for trainee in trainees]
         splice = Splice(base, {t.number: module for t, module in zip(trainees, modules, strict=True)})
         return TunedSet(name, trainees, splice, modules)

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from mxd.artifacts.checkpoint import load_layers, save_layer
 from mxd.artifacts.folders import read_config
+from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE
 from mxd.common.stop import Interrupted
-from mxd.config import parse_config
+from mxd.config import dump_config, parse_config
 from mxd.evaluation.checkpoints import open_checkpoints
 from mxd.evaluation.faithfulness import evaluate
 from mxd.joint import Shares, TunedMLP
@@ -26,9 +27,9 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.model.unembedding import Unembedding
 from mxd.ops.tiled import tiled_sum
+from mxd.planning.layout import plan_layers
 from mxd.splice import SiblingWarning, Splice, spliced
 from mxd.training.step import Trainee, learned
-from mxd.training.trainer import train
 from mxd.training.tune import sets_of, tensors_hash, tune, tune_config, tuned_trainee
 from mxd.training.tuning import TunedSet, TunedStats, TuneLoop
 from mxd.tuning import TuneConfig
@@ -37,27 +38,39 @@ HOW = {"tokens": 2048, "batch_tokens": 512, "log_every": 2, "save_every": 2}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two kinds of layers at two blocks of tiny-gpt2, hardly trained."""
-    config = {
-        "run": "two",
-        "out": str(tmp_path_factory.mktemp("runs")),
-        "blocks": [0, 2],
-        "model": {"source": "tiny-gpt2"},
-        "sizing": {"expansion": 6},
-        "data": {"context": 64},
-        "replacements": [
-            {"method": "mxd", "sparsity": {"kind": "topk", "k": 8}},
-            {"method": "transcoder", "sparsity": {"kind": "relu_l1", "l1": 0.01}},
-        ],
-        "training": {"recipe": "scaled", "tokens": 4096, "buffer_tokens": 4096},
-    }
-    return train(parse_config(config))
+def base() -> FrozenModel:
+    return load_frozen("tiny-gpt2")
 
 
 @pytest.fixture(scope="module")
-def base() -> FrozenModel:
-    return load_frozen("tiny-gpt2")
+def trained(tmp_path_factory: pytest.TempPathFactory, base: FrozenModel) -> Path:
+    """A run of two kinds of layers at two blocks of tiny-gpt2, as if they had been trained."""
+    config = parse_config(
+        {
+            "run": "two",
+            "out": str(tmp_path_factory.mktemp("runs")),
+            "blocks": [0, 2],
+            "model": {"source": "tiny-gpt2"},
+            "sizing": {"expansion": 6},
+            "data": {"context": 64},
+            "replacements": [
+                {"method": "mxd", "sparsity": {"kind": "topk", "k": 8}},
+                {"method": "transcoder", "sparsity": {"kind": "relu_l1", "l1": 0.01}},
+            ],
+        }
+    )
+    generator = torch.Generator().manual_seed(0)
+    for name, (block, complete) in plan_layers(config, base).items():
+        layer = complete.build(block)
+        with torch.no_grad():
+            for parameter in learned(layer).values():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            layer.store_bos(torch.ones(128), torch.ones(128))
+        about = {"model": base.source, "revision": None, "block": block, "fingerprint": base.fingerprint(block)}
+        data = config.data.model_dump()
+        save_layer(config.folder / name, layer, Provenance(**about, data=data, tokens=4096))
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    return config.folder
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -212,7 +225,11 @@ def test_replacements_that_are_the_mlps_have_nothing_to_learn(base: FrozenModel,
     for trainee, number in zip(trainees, (0, 3), strict=True):
         trainee.number, trainee.layer = number, Exact(base.mlp(number))
         trainee.stats = TunedStats(1, 128, torch.device("cpu"), "kl")
-    modules = [TunedMLP(trainee.layer, base.mlp(trainee.number)) for trainee in trainees]
+    modules = [
+        TunedMLP(own.layer, base.mlp(trainee.number)) for own, trainee in zip(loop.trainees, trainees, strict=True)
+    ]
+    for module, trainee in zip(modules, trainees, strict=True):
+        module.layer = trainee.layer
     tuned = TunedSet(
         "exact", trainees, Splice(base, {t.number: m for t, m in zip(trainees, modules, strict=True)}), modules
     )
@@ -238,6 +255,7 @@ def test_clipping_counts_parameters_as_their_optimiser_does(base: FrozenModel, t
         torch.testing.assert_close(parameter.grad, grad / 4, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.long
 def test_tuning_lowers_the_divergence_and_leaves_the_rest_alone(trained: Path, base: FrozenModel) -> None:
     before, read = base.base_fingerprint(), weights(trained)
     parameters = [p.clone() for p in base.module.parameters()]
@@ -284,6 +302,7 @@ def test_what_a_tuned_layer_says_of_itself(trained: Path, base: FrozenModel, tmp
         Splice(base, {2: together[2]}, check=False)
 
 
+@pytest.mark.long
 def test_interrupted_and_resumed_equals_uninterrupted(
     trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
