@@ -67,9 +67,10 @@ def steps(
         trained = Trained(complete.build(block), provenance, Path())
         trainees.append(tuned_trainee(f"block{block}", trained, base, how, ALONE))
     ids = torch.randint(base.vocabulary, (contexts, context))
-    none: Any = None
-    tuned, head = TunedSet.of("all", trainees, base), Unembedding.of(base, ids[:1, :8])
-    loop = TuneLoop(config, base, trainees, none, none, ALONE, False, 0, Cursor(), (), how, [tuned], head)
+    tuned = TunedSet.of("all", trainees, base)
+    loop = object.__new__(TuneLoop)  # without what saves and reports: a step needs none of it
+    loop.config, loop.base, loop.trainees, loop.processes, loop.step = config, base, trainees, ALONE, 0
+    loop.how, loop.sets, loop.excluded, loop.unembedding = how, [tuned], (), Unembedding.of(base, ids[:1, :8])
     batch = Batch({}, ids.flatten(), {}, Cursor())
     splice = Splice(base, {trainee.number: trainee.layer for trainee in trainees}, check=False)
 
