@@ -146,15 +146,8 @@ class ReplacementConfig(BaseModel, ABC):
         """Return a copy whose open fields are taken from the base MLP (all but ``num_units``).
 
         Raises:
-            MxdError: one of them could not be read from the base MLP and the config does not state it, or it states
-                other widths than the MLP's.
+            MxdError: one of them could not be read from the base MLP and the config does not state it.
         """
-        for name in ("d_in", "d_out"):
-            if getattr(self, name) not in (None, getattr(mlp, name)):
-                raise MxdError(
-                    f"{self.label}: {name} = {getattr(self, name)}, and the base MLP's is {getattr(mlp, name)}; leave "
-                    f"{name} out of the config."
-                )
         known = {name: getattr(mlp, name) for name in self.inherits}
         for name, value in known.items():
             if getattr(self, name) is None and value is None:

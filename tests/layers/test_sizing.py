@@ -130,14 +130,6 @@ def test_widths_are_needed_to_size_a_layer(method):
         config.sized(1_000_000)
 
 
-def test_widths_that_are_not_the_mlps_are_refused(mlp):
-    config = parse_layer({"method": "mxd", "d_in": mlp.d_in})
-    assert config.resolve(mlp).d_in == mlp.d_in
-    for name in ("d_in", "d_out"):
-        with pytest.raises(MxdError, match=rf"{name} = 7, and the base MLP's is \d+; leave {name} out"):
-            parse_layer({"method": "mxd", name: 7}).resolve(mlp)
-
-
 def test_what_does_not_fit_once_the_size_is_known_is_one_line(mlp):
     config = parse_layer({"method": "transcoder", "sparsity": {"kind": "jumprelu", "l0": 100_000}}).resolve(mlp)
     with pytest.raises(MxdError, match=r"\ATC: l0 = 100000 is more than num_units = \d+.*\.\Z"):
