@@ -29,6 +29,8 @@ _PUBLIC = {
     "spliced": "mxd.splice",
     "export_model": "mxd.share.export",
     "train": "mxd.training.trainer",
+    "tune": "mxd.training.tune",
+    "TuneConfig": "mxd.tuning",
     "evaluate": "mxd.evaluation.faithfulness",
 }
 

@@ -30,6 +30,7 @@ from mxd.layers import LAYERS, AnyReplacement, Initialisation
 from mxd.layers.sizing import Match
 from mxd.layers.sparsity import SPARSITIES
 from mxd.questions import EvaluationConfig, Settings
+from mxd.tuning import UNCHANGED, TuneConfig
 
 MOST_REPLACEMENTS = 10_000
 """Most replacements in a run: products of lists that ask for more are refused before they fill the memory."""
@@ -260,6 +261,14 @@ Blocks = Annotated[
 """Numbers of blocks; or ``all``, which ``blocks_of`` turns into numbers where the base model is known."""
 
 
+def tuning_as_training(how: TuneConfig) -> TrainingConfig:
+    """Return the settings of a tuning as those of a run."""
+    own = ("tokens", "batch_tokens", "lr", "decay", "clip_norm", "accumulation", "log_every", "save_every")
+    given = {name: getattr(how, name) for name in own}
+    warmup = round(how.warmup_share * (how.tokens // how.batch_tokens))
+    return TrainingConfig(recipe="scaled", buffer_tokens=how.batch_tokens, warmup_steps=warmup, **given)
+
+
 class RunConfig(Settings):
     """One run: replacements x layers, trained from one stream of activations."""
 
@@ -281,6 +290,8 @@ class RunConfig(Settings):
     """Parameter matching."""
     training: TrainingConfig = TrainingConfig()
     """The recipe."""
+    tune: TuneConfig = UNCHANGED
+    """How `mxd tune` goes on from there; does not affect training."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What `mxd compare` measures; does not affect training."""
     timeout: float = Field(10.0, ge=0.01, le=10_080)
@@ -406,8 +417,11 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{where}: {error.error_count()} problem(s)"]
-        for problem in error.errors(include_url=False):
+        problems = error.errors(include_url=False)
+        if len(problems) > 1:  # bad replacements are left out, and then there may be too few
+            problems = [p for p in problems if (p["loc"], p["type"]) != (("replacements",), "too_short")]
+        lines = [f"{where}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"]
+        for problem in problems:
             field = ".".join(str(p) for p in problem["loc"])
             lines.append(f"  {field}: {problem['msg']}" + _hint(problem))
         raise MxdError("\n".join(lines)) from error
@@ -424,8 +438,12 @@ def dump_config(config: RunConfig) -> str:
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:
-    """Return the fields that determine a run's layers, as plain data: ``recorded`` without its name and folder."""
-    return {key: value for key, value in recorded(config).items() if key not in ("run", "out")}
+    """Return the fields that determine a run's layers, as plain data: ``recorded`` without its name and folder.
+
+    How a run would be tuned belongs to its layers only once they are tuned.
+    """
+    beside = {"run", "out"} if config.tune.of else {"run", "out", "tune"}
+    return {key: value for key, value in recorded(config).items() if key not in beside}
 
 
 def config_hash(config: RunConfig) -> str:
@@ -456,9 +474,10 @@ def _hint(problem: Any) -> str:
     """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
     if problem["type"] == "extra_forbidden":
         settings: Any = RunConfig
+        tagged = LAYERS | SPARSITIES
         for part in problem["loc"][:-1]:
             fields = getattr(settings, "model_fields", {})
-            settings = fields[part].annotation if part in fields else LAYERS.get(str(part), settings)
+            settings = fields[part].annotation if part in fields else tagged.get(str(part), settings)
         return f"; fields here: {', '.join(getattr(settings, 'model_fields', {}))}"
     if problem["type"].startswith("union_tag"):
         return f" (methods: {', '.join(LAYERS)}; sparsities: {', '.join(SPARSITIES)})"

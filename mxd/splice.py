@@ -6,7 +6,7 @@
 All checks are made before the model is touched.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,10 @@ Where = str | Path
 
 class RevisionWarning(MxdWarning):
     """A replacement was trained on another revision of the base model, with the same MLP."""
+
+
+class SiblingWarning(MxdWarning):
+    """A replacement was tuned together with others that are not spliced in beside it."""
 
 
 @contextmanager
@@ -115,6 +119,26 @@ def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> 
         )
 
 
+def check_siblings(provenances: Iterable[Provenance]) -> None:
+    """Warn of replacements that were tuned together with others which are not spliced in beside them.
+
+    Args:
+        provenances: of all that is spliced in.
+    """
+    tuned = [(own.block, own.tuning[-1]["members"]) for own in provenances if own.tuning]
+    for block, members in tuned:
+        present = {str(other) for other, those in tuned if those == members}
+        missing = sorted(map(int, members.keys() - present))
+        if missing:
+            warn(
+                f"the replacement of block {block} was tuned together with others, of which those of blocks "
+                f"{', '.join(map(str, missing))} are not spliced in beside it; so it may be worse than it was before.",
+                SiblingWarning,
+                stacklevel=2,
+            )
+            return
+
+
 @dataclass
 class _TokenIds:
     """The ids of the forward under way, noted by a hook on the model, read by the spliced modules."""
@@ -182,8 +206,11 @@ class Splice:
         mask: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.model = model
-        self.layers = {number: _prepare(model, number, item, check) for number, item in replacements.items()}
+        prepared = {number: _prepare(model, number, item, check) for number, item in replacements.items()}
+        self.layers = {number: layer for number, (layer, _) in prepared.items()}
         """Block number -> the module that is spliced in there."""
+        if check:
+            check_siblings(provenance for _, provenance in prepared.values() if provenance is not None)
         masked = {number: _masked(units, number, self.layers) for number, units in (mask or {}).items()}
         self._seen = _TokenIds()
         self._modules = {
@@ -257,8 +284,10 @@ def _check_free(model: FrozenModel, number: int) -> None:
         raise MxdError(f"block {number} is spliced already; leave that splice first.")
 
 
-def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, check: bool) -> nn.Module:
-    """Load and check one replacement, and return its module on the model's device."""
+def _prepare(
+    model: FrozenModel, number: int, replacement: Replacement | Where, check: bool
+) -> tuple[nn.Module, Provenance | None]:
+    """Load and check one replacement, and return its module on the model's device, with its provenance."""
     model.check_block(number)
     _check_free(model, number)
     if isinstance(replacement, str | Path):
@@ -276,7 +305,7 @@ def _prepare(model: FrozenModel, number: int, replacement: Replacement | Where, 
         layer.to(model.device)
     if provenance is not None and check:
         check_provenance(model, number, provenance)
-    return layer
+    return layer, provenance
 
 
 def _masked(units: Sequence[int], number: int, layers: Mapping[int, nn.Module]) -> Bool[Tensor, " units"] | None:

@@ -46,6 +46,13 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_bench_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = "--model tiny-gpt2 --expansion 6 --contexts 1 --context 16 --repeats 1 --k 4"
+    found = run(monkeypatch, tmp_path, "bench_tune", *words.split())
+    assert found["ratio"] == found["seconds"]["step"] / found["seconds"]["passes"] > 0
+
+
+@pytest.mark.long
 def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"

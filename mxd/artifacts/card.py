@@ -136,7 +136,7 @@ def set_card(
         title: the set's name in the evaluation results.
         figure: whether ``frontier.png`` lies beside the card.
     """
-    members = sorted(members, key=lambda m: (m.origin.block, m.config.label, m.config.sparsity.max_k or 0, m.name))
+    members = sorted(members, key=lambda m: (m.origin.block, m.config.label, m.config.sparsity.shown_k or 0, m.name))
     models = sorted({m.origin.model for m in members})
     blocks = sorted({m.origin.block for m in members})
     methods = sorted({m.config.label for m in members})

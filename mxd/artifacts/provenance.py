@@ -43,6 +43,9 @@ class Provenance(BaseModel):
     """Seed of the run."""
     config_hash: str = ""
     """Hash of the run's config without its name and folder."""
+    tuning: tuple[dict[str, Any], ...] = ()
+    """How the layer was tuned together with others, one time after another: loss, tokens, text, and ``members``: the
+    hashes of all their tensors, by block."""
     versions: dict[str, str] = {}
     """Versions of mxd, torch, transformers, safetensors."""
 

@@ -26,8 +26,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["cache"]):
-            raise errors.SharedError("only `mxd train` and `mxd cache` run in many processes; start this one in one.")
+        if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["tune"], ["cache"]):
+            raise errors.SharedError("only `mxd train`, `tune`, `cache` run in many processes; start this one in one.")
         app(sys.argv[1:])
     except errors.MxdError as error:
         _end_bars()

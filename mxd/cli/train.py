@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import app, say, show, show_faithfulness
+from mxd.cli.shared import FLAT, app, say, show, show_faithfulness
 from mxd.common.errors import MxdError, printable, typed
+from mxd.tuning import UNCHANGED, TuneConfig
 
 DEMO_TOKENS = 32_768
 """Held-out tokens that the demo measures on."""
@@ -42,6 +43,33 @@ def train(
     overrides += ("--training.deterministic", "true") if deterministic else ()
     folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
     say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
+
+
+@app.command
+def tune(
+    *checkpoints: str,
+    how: Annotated[TuneConfig, FLAT] = UNCHANGED,
+    run: str | None = None,
+    out: str | None = None,
+    model: str | None = None,
+    resume: bool = False,
+) -> None:
+    """Tune the layers of several blocks together, spliced into their base model, and write them as a run of their own.
+
+    Layers that are alike but for their block are one set; several sets are tuned side by side.
+
+    Args:
+        checkpoints: A run, layers of one or several runs, or Hub references; to resume, the config.yaml of the tuning.
+        how: The loss and the recipe; by default what the run's config.yaml says under tune.
+        run: Name of the run that is written; by default the read one's with -tuned.
+        out: Folder that holds it; by default that of the run that is read.
+        model: Base model in place of the one named in the checkpoints.
+        resume: Continue an interrupted tuning exactly where it stopped.
+    """
+    from mxd.training.tune import tune as begin
+
+    folder = begin(checkpoints, how, run, out, resume, source=model)
+    say(f"done: {folder}\nnext: mxd evaluate {typed(folder)} --together")
 
 
 @app.command

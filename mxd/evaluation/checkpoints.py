@@ -163,7 +163,7 @@ def describe(trained: Trained) -> dict[str, Any]:
     return {
         "method": config.label,
         "sparsity": config.sparsity.slug,
-        "k": config.sparsity.max_k,
+        "k": config.sparsity.shown_k,
         "block": trained.provenance.block,
         "units": config.num_units,
         "params": config.num_params,

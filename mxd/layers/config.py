@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.layers.sparsity import AnySparsity, Sparsity, TopKConfig
+from mxd.layers.sparsity import SPARSITIES, AnySparsity, Sparsity, TopKConfig
 
 if TYPE_CHECKING:
     from mxd.layers.base import ReplacementLayer
@@ -264,8 +264,8 @@ class ReplacementConfig(BaseModel, ABC):
     def _check_kind(self) -> "ReplacementConfig":
         kind, own = self.sparsity.kind, self.own_kinds
         if (kind not in own) if own else not self.sparsity.general:
-            choices = f"{', '.join(own)}" if own else "a kind that chooses from one score for each unit"
-            raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {choices}")
+            choices = own or tuple(name for name, config in SPARSITIES.items() if config.general)
+            raise ValueError(f"sparsity {kind} does not work with {self.label}; choose {', '.join(choices)}")
         return self
 
     @model_validator(mode="after")

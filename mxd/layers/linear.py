@@ -189,9 +189,11 @@ class LowRankConfig(OneMapConfig):
             budget: number of parameters.
 
         Raises:
-            MxdError: the budget does not pay for rank 1.
+            MxdError: the budget does not pay for rank 1, or the rank is more than a map of these widths can have.
         """
         d, o = self.d_in or 0, self.d_out or 0
+        if (self.rank or 0) > min(d, o):
+            raise MxdError(f"{self.label}: rank = {self.rank} is more than the widths {d} and {o} allow; lower it.")
         rank = self.rank or min(round((budget - o) / (d + o)), d, o)
         if rank < 1:
             raise MxdError(

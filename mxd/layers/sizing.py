@@ -2,6 +2,8 @@
 
 from typing import Literal, TypeVar
 
+from pydantic import ValidationError
+
 from mxd.common.errors import MxdError
 from mxd.layers.config import ReplacementConfig, transcoder_params
 
@@ -42,5 +44,6 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
         raise MxdError(f"{config.label}: k = {k} is more than its {units} units; lower k or raise sizing.expansion.")
     try:
         return type(config).model_validate(config.model_dump() | {"num_units": units})
-    except ValueError as error:
-        raise MxdError(f"{config.label}: {error}") from error
+    except ValidationError as error:
+        said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise MxdError(f"{config.label}: {said}.") from error

@@ -65,7 +65,8 @@ class FeatureConfig(ReplacementConfig):
     def _check_groups(self) -> "FeatureConfig":
         if self.groups and (min(self.groups) <= 0 or abs(sum(self.groups) - 1) > 1e-6):
             raise ValueError(
-                f"groups {list(self.groups)} add up to {sum(self.groups):g}; give positive shares that add up to 1"
+                f"groups {list(self.groups)} add up to {sum(self.groups):g}; give positive shares that add up to 1, as "
+                "text: 1/4 3/4 (a list makes a replacement of each item)"
             )
         if self.num_units is not None and len(self.groups) > 1:
             widths = self.nested_widths

@@ -163,14 +163,14 @@ class FrozenModel:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
                 recorded[block] = (args[0], output)
                 if stop and block == max(blocks):
-                    raise _StopForward
+                    raise StopForward
 
             return hook
 
         handles = [self.mlp(block).register_forward_hook(keep(block)) for block in sorted(set(blocks))]
         try:
             yield recorded
-        except _StopForward:
+        except StopForward:
             pass
         finally:
             for handle in handles:
@@ -222,5 +222,5 @@ def _sample(digest: Any, parameters: Iterable[Tensor]) -> None:
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
 
 
-class _StopForward(Exception):
+class StopForward(Exception):
     """Ends a forward pass whose remaining blocks are not needed."""

@@ -31,12 +31,19 @@ def plan_layers(config: RunConfig, base: FrozenModel) -> dict[str, tuple[int, Re
     """Return name -> (block, complete config) for everything the run trains.
 
     Raises:
-        MxdError: a block out of range, a size that does not fit, or two replacements that are the same.
+        MxdError: a block out of range, a width or size that does not fit, or two replacements that are the same.
     """
     plans: dict[str, tuple[int, ReplacementConfig]] = {}
     for number in blocks_of(config, base):
         shape = base.mlp_shape(number)
         for replacement in config.replacements:
+            for name in ("d_in", "d_out"):
+                stated, own = getattr(replacement, name), getattr(shape, name)
+                if stated not in (None, own):
+                    raise MxdError(
+                        f"{replacement.label}: {name} = {stated}, and that of block {number}'s MLP is {own}; leave "
+                        f"{name} out of the config."
+                    )
             complete = size(replacement.resolve(shape), config.sizing.expansion, config.sizing.match)
             complete = complete.model_copy(update={"bos_constant": config.data.bos and config.data.bos_constant})
             name = f"block{number}-{complete.slug}"

@@ -52,12 +52,16 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
 
 
 def _work(plan: Plan, speeds: Speeds) -> Table:
-    table = Table(title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters", title_justify="left")
-    for title in ("", "parameters", "unfactorised", "MFLOP a token", "kB moved a token", "floor, us a token"):
+    table = Table(
+        title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters; work of training",
+        title_justify="left",
+    )
+    for title in ("", "units", "parameters", "unfactorised", "MFLOP a token", "kB moved a token", "floor, us a token"):
         table.add_column(title, justify="right" if title else "left")
     for name, work in plan.work.items():
         layer = plan.replacements[name][1] if name in plan.replacements else None
-        params = (f"{layer.num_params:,}", f"{layer.unfactorised_params:.2e}") if layer else ("", "")
+        counts = (layer.num_units or 0, layer.num_params) if layer else ()
+        params = (*(f"{count:,}" for count in counts), f"{layer.unfactorised_params:.2e}") if layer else ("",) * 3
         floor = product_seconds(work, speeds) if layer else work.flops / speeds.base
         cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, *params, *cells)

@@ -82,7 +82,7 @@ def own_replacements(layers: Sequence[Layer]) -> dict[str, Replacement]:
             name=layer.name,
             method=layer.config.label,
             variant=_variant(layer, [other for other in layers if _alike(other, layer)]),
-            k=layer.config.sparsity.max_k,
+            k=layer.config.sparsity.shown_k,
             budget=layer.config.sparsity.slug,
             layer=layer.provenance.block,
             where=f"block {layer.provenance.block}" if several else "",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from mxd.common.errors import MxdError, SharedError, typed
 from mxd.common.processes import Processes
@@ -47,6 +47,8 @@ class Loop:
     """The last finished step."""
     cursor: Cursor
     """The position in the text after that step."""
+    command: ClassVar[str] = "train"
+    """Of mxd, with which the run is resumed."""
 
     @property
     def config(self) -> RunConfig:
@@ -187,7 +189,7 @@ class Loop:
         """Return the error to raise once everything is saved."""
         return stop.error(
             f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
-            f"To continue: mxd train {typed(self.config.folder / 'config.yaml')} --resume"
+            f"To continue: mxd {self.command} {typed(self.config.folder / 'config.yaml')} --resume"
         )
 
 

@@ -56,11 +56,10 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
     Raises:
         MxdError: a layer that is there is damaged, or not the one that this run trained.
     """
-    states, number = config.folder / "state", len(plan.replacements)
     if config.training.inputs == "base":
-        title = f"training {number} replacement{'s' if number > 1 else ''}"
-        yield Phase(config, plan.replacements, plan.layout, base.record, states, title, {}, resume)
+        yield at_once(config, base, plan.replacements, plan.layout, resume)
         return
+    states, number = config.folder / "state", len(plan.replacements)
     below: dict[int, Trained] = {}
     digests: dict[int, str] = {}
     base_hash = base.base_fingerprint()
@@ -86,6 +85,29 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
         if processes.first:
             shutil.rmtree(states / f"block{block}", ignore_errors=True)
         below[block], digests[block] = layer, read_config(folder)["tensors_sha256"]
+
+
+def at_once(
+    config: RunConfig,
+    base: FrozenModel,
+    replacements: Replacements,
+    layout: ParallelLayout,
+    begun: bool,
+    doing: str = "training",
+) -> Phase:
+    """Return a run whose replacements are all trained at once.
+
+    Args:
+        config: the run.
+        base: its base model.
+        replacements: what it trains.
+        layout: which process trains what.
+        begun: as for ``Phase``.
+        doing: what is shown beside the progress bar.
+    """
+    number = len(replacements)
+    title = f"{doing} {number} replacement{'s' if number > 1 else ''}"
+    return Phase(config, replacements, layout, base.record, config.folder / "state", title, {}, begun)
 
 
 def finished_layer(folder: Path, config: RunConfig, base_hash: str, below: Mapping[int, str]) -> Trained | None:

@@ -135,7 +135,7 @@ class Saver:
                 layer = trained_layer(trainee)
                 self._check_finite(trainee.name, layer.state_dict(), step)
                 if self.group.first:
-                    provenance = self._provenance(trainee.number, step, cursor)
+                    provenance = self.provenance(trainee, step, cursor)
                     metrics = {"training": self.metrics.reported.get(trainee.name, {})}
                     save_layer(self.config.folder / trainee.name, layer, provenance, metrics)
 
@@ -186,8 +186,9 @@ class Saver:
                 "another name with --run NAME."
             )
 
-    def _provenance(self, block: int, step: int, cursor: Cursor) -> Provenance:
-        config, training = self.config, self.config.training
+    def provenance(self, trainee: Trainee, step: int, cursor: Cursor) -> Provenance:
+        """Return what a layer replaces and how it was trained up to a step; arguments as for ``save``."""
+        config, training, block = self.config, self.config.training, trainee.number
         return Provenance(
             model=self.base.source,
             revision=self.base.revision,

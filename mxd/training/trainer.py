@@ -66,7 +66,7 @@ def train(
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))
-                _claim(config, resume)
+                claim(config, resume, "train")
         return _train(config, resume, model, processes, groups, shard)
 
 
@@ -167,8 +167,17 @@ def as_recorded(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"accumulation": number})})
 
 
-def _claim(config: RunConfig, resume: bool) -> None:
-    """Refuse to mix two runs in one folder."""
+def claim(config: RunConfig, resume: bool, command: str) -> None:
+    """Refuse to mix two runs in one folder.
+
+    Args:
+        config: the run.
+        resume: whether it continues one that is there.
+        command: of mxd, with which it would be resumed.
+
+    Raises:
+        MxdError: the folder holds another run, or none to resume.
+    """
     folder = config.folder
     existing = folder / "config.yaml"
     others = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
@@ -182,6 +191,6 @@ def _claim(config: RunConfig, resume: bool) -> None:
     if changed:
         raise MxdError(
             f"{existing} differs from this config, so the run cannot continue as it was: {'; '.join(changed)}. "
-            f"Resume with: mxd train {typed(existing)} --resume"
+            f"Resume with: mxd {command} {typed(existing)} --resume"
         )
     clear_partials(folder)

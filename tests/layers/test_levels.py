@@ -245,7 +245,7 @@ def test_the_number_of_units_follows_from_the_levels_or_an_open_first_level_from
         ({"levels": [8, 0]}, "greater than 0"),
         ({"levels": "8x3"}, "levels"),
         ({"levels": [8, 3], "sparsity": {"kind": "topk"}}, "sparsity topk does not work with MxD; choose levels"),
-        ({"num_units": 8}, "sparsity levels does not work with MxD; choose a kind that chooses from one score"),
+        ({"num_units": 8}, "sparsity levels does not work with MxD; choose topk, random_k, batch_topk,"),
         ({"levels": [8, 3], "sparsity": {"kind": "levels", "levels": [2]}}, "at least 2"),
         ({"levels": [8, 3], "sparsity": {"kind": "levels", "levels": "2x1"}}, "sparsity"),
     ],

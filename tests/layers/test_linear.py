@@ -186,6 +186,14 @@ def test_a_budget_gets_the_nearest_rank(mlp, rank):
     assert rank == 1 or config.sized(budget - 6).rank == rank - 1
 
 
+def test_a_rank_above_the_widths_is_an_error(mlp):
+    config = LowRankConfig().resolve(mlp)
+    most = min(config.d_in, config.d_out)
+    assert config.model_copy(update={"rank": most}).sized(9).rank == most
+    with pytest.raises(MxdError, match=f"rank = {most + 1} is more than the widths"):
+        config.model_copy(update={"rank": most + 1}).sized(9)
+
+
 def test_a_budget_below_rank_one_is_an_error(mlp):
     with pytest.raises(MxdError, match=r"a budget of 9 parameters does not pay for rank 1 \(16\)"):
         LowRankConfig().resolve(mlp).sized(9)

@@ -4,7 +4,7 @@ import pytest
 from variants import GENERAL
 
 from mxd.common.errors import MxdError
-from mxd.layers import LAYERS, MLPShape, size
+from mxd.layers import LAYERS, MLPShape, parse_layer, size
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sizing import transcoder_params
 from mxd.layers.sparsity import ReLUL1Config, TopKConfig
@@ -128,3 +128,9 @@ def test_widths_are_needed_to_size_a_layer(method):
         pytest.skip("sized by the widths alone, or by the rank")
     with pytest.raises(MxdError, match=r"d_in and d_out not set; call config\.resolve"):
         config.sized(1_000_000)
+
+
+def test_what_does_not_fit_once_the_size_is_known_is_one_line(mlp):
+    config = parse_layer({"method": "transcoder", "sparsity": {"kind": "jumprelu", "l0": 100_000}}).resolve(mlp)
+    with pytest.raises(MxdError, match=r"\ATC: l0 = 100000 is more than num_units = \d+.*\.\Z"):
+        size(config)

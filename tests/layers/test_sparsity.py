@@ -45,7 +45,7 @@ def test_random_k_covers_its_range_evenly(gate, k, spread, low, high):
     config = RandomKConfig(k=k, spread=spread)
     drawn = draw(config.build(40).train(), gate, 1000)
     assert set(drawn) == set(range(low, high + 1))
-    assert config.max_k == high
+    assert config.max_k == high and config.shown_k == k
     expected = 1000 / (high - low + 1)
     assert all(0.6 * expected < drawn.count(value) < 1.4 * expected for value in set(drawn))
 
@@ -187,6 +187,7 @@ def test_relu_keeps_every_positive_unit(gate):
 )
 def test_configs(config, max_k, slug):
     assert (config.max_k, config.slug) == (max_k, slug)
+    assert config.shown_k == (8 if config.kind == "random_k" else max_k)
     assert TypeAdapter(AnySparsity).validate_json(config.model_dump_json()) == config
 
 

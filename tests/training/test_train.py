@@ -317,6 +317,15 @@ def test_names_tell_settings_apart(tmp_path: Path) -> None:
         plan_layers(small(tmp_path, replacements=same), load_frozen("tiny-gpt2"))
 
 
+def test_widths_that_are_not_the_mlps_are_refused(tmp_path: Path) -> None:
+    base = load_frozen("tiny-gpt2")
+    right = [{"method": "mxd", "d_in": 128, "d_out": 128, "sparsity": {"kind": "topk", "k": 8}}]
+    assert plan_layers(small(tmp_path, replacements=right), base)
+    for name in ("d_in", "d_out"):
+        with pytest.raises(MxdError, match=rf"MxD: {name} = 7, and that of block \d's MLP is 128; leave {name} out"):
+            plan_layers(small(tmp_path, replacements=[{**right[0], name: 7}]), base)
+
+
 def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 

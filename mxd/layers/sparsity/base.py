@@ -109,6 +109,11 @@ class SparsityConfig(BaseModel, ABC):
         """The largest number of units a token can use; ``None`` where it is not bounded."""
 
     @property
+    def shown_k(self) -> int | None:
+        """The number of units that tables and figures call K: ``max_k``, but for a kind that draws K in training."""
+        return self.max_k
+
+    @property
     @abstractmethod
     def slug(self) -> str:
         """A short name for folders and figures."""

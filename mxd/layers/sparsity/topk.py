@@ -53,6 +53,11 @@ class RandomKConfig(SparsityConfig):
         return self.k + self.k // self.spread
 
     @property
+    def shown_k(self) -> int:
+        """The K of evaluation."""
+        return self.k
+
+    @property
     def costliest(self) -> TopKConfig:
         """The largest K at every step."""
         return TopKConfig(k=self.max_k)

@@ -1,0 +1,130 @@
+"""Time a step of `mxd tune` against the passes that no step avoids, written plainly.
+
+    python scripts/bench_tune.py [--model tiny-llama] [--method mxd] [--k 32] [--contexts 8] [--repeats 5]
+        [--json FILE] [--check]
+
+Every MLP of the model is replaced by a layer as it is drawn at random; the time does not depend on what it learned.
+In turn, in one process, medians over repeats:
+
+- *step*: forward of the base model, forward and backward of the spliced one, clipping, Adam (``TuneLoop.train_batch``);
+- *passes*: the base model's logits, the spliced model's with their graph, their divergence, and the backward pass, by
+  PyTorch alone.
+
+`--check` fails where a step takes more than 1.15 times as long. Peak memory is that of the whole process after each.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.provenance import Provenance, versions
+from mxd.common.processes import ALONE
+from mxd.config import RunConfig, tuning_as_training
+from mxd.data.activations import Batch, Cursor
+from mxd.layers import parse_layer, size
+from mxd.model.frozen import FrozenModel
+from mxd.model.loading import load_frozen
+from mxd.model.unembedding import Unembedding
+from mxd.splice import Splice
+from mxd.training.trainer import keep_freed_memory
+from mxd.training.tune import tuned_trainee
+from mxd.training.tuning import TunedSet, TuneLoop
+from mxd.tuning import TuneConfig
+
+MOST = 1.15
+
+
+def steps(
+    base: FrozenModel, layer: dict[str, Any], expansion: int, contexts: int, context: int
+) -> dict[str, Callable[[], Any]]:
+    """Return what is timed.
+
+    Args:
+        base: the model.
+        layer: what replaces each of its MLPs.
+        expansion: their size, as a multiple of the model's width.
+        contexts: contexts in a step.
+        context: tokens in a context.
+    """
+    how = TuneConfig(batch_tokens=contexts * context, log_every=10**6)
+    config = RunConfig.model_validate(
+        {"replacements": [layer], "data": {"context": context}, "training": tuning_as_training(how), "tune": how}
+    )
+    trainees = []
+    for block in range(base.num_blocks):
+        complete = size(parse_layer(layer).resolve(base.mlp_shape(block)), expansion)
+        provenance = Provenance(model=base.source, revision=None, block=block, fingerprint="")
+        trained = Trained(complete.build(block), provenance, Path())
+        trainees.append(tuned_trainee(f"block{block}", trained, base, how, ALONE))
+    ids = torch.randint(base.vocabulary, (contexts, context))
+    tuned = TunedSet.of("all", trainees, base)
+    loop = object.__new__(TuneLoop)  # without what saves and reports: a step needs none of it
+    loop.config, loop.base, loop.trainees, loop.processes, loop.step = config, base, trainees, ALONE, 0
+    loop.how, loop.sets, loop.excluded, loop.unembedding = how, [tuned], (), Unembedding.of(base, ids[:1, :8])
+    batch = Batch({}, ids.flatten(), {}, Cursor())
+    splice = Splice(base, {trainee.number: trainee.layer for trainee in trainees}, check=False)
+
+    def passes() -> None:
+        tuned.zero_grad()
+        expected = base.logits(ids)[:, :-1].log_softmax(-1)
+        with splice.entered():
+            found = base.module(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+            F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).mean().backward()
+
+    return {"step": lambda: loop.train_batch(batch), "passes": passes}
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--method", default="mxd")
+    parser.add_argument("--k", type=int, default=32)
+    parser.add_argument("--expansion", type=int, default=8)
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where a step takes over {MOST} x the passes")
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.manual_seed(0)
+    base = load_frozen(args.model)
+    layer = {"method": args.method, "sparsity": {"kind": "topk", "k": args.k}}
+    timed = steps(base, layer, args.expansion, args.contexts, args.context)
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    peaks = {}
+    for repeat in range(args.repeats + 1):
+        for name, step in timed.items():
+            begin = time.perf_counter()
+            step()
+            if repeat:
+                times[name].append(time.perf_counter() - begin)
+            peaks.setdefault(name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    ratio = seconds["step"] / seconds["passes"]
+    tokens = args.contexts * args.context
+    print(f"{args.model}, {args.method}, K = {args.k}, {tokens} tokens a step, {torch.get_num_threads()} threads")
+    for name, value in seconds.items():
+        print(f"{name}: {value:.3f} s, {tokens / value:,.0f} tokens/s, peak so far {peaks[name]:,.0f} MiB")
+    print(f"step / passes: {ratio:.3f}")
+    if args.json:
+        found = {"arguments": vars(args) | {"json": None}, "seconds": seconds, "peak_mib": peaks, "ratio": ratio}
+        args.json.write_text(json.dumps(found | {"versions": versions()}, indent=2, default=str) + "\n")
+    if args.check and ratio > MOST:
+        print(f"a step takes {ratio:.2f} x its passes, at most {MOST} was wanted")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
