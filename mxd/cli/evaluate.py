@@ -40,7 +40,8 @@ def evaluate(
 
     Args:
         checkpoints: Layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
-        together: Splice all of them at once, instead of each alone.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks are
+            one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
@@ -78,7 +79,8 @@ def generate(
     Args:
         checkpoints: As for evaluate.
         prompt: Continue this text and show it; by default the openings of held-out texts are continued and counted.
-        together: Splice all of them at once, instead of each alone.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks are
+            one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
@@ -178,7 +180,7 @@ def mask(
         thresholds: Correlations from which on a unit is masked.
         limit: Texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
             units, half are measured.
-        together: Splice and mask all layers at once, instead of each alone.
+        together: Splice and mask all layers of a kind at once, as for evaluate, instead of each alone.
         on: Context and base model.
         out: JSON file; by default masking.json, or purging.json with --scores, in the first folder.
 

@@ -11,6 +11,7 @@ from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import find_layers
 from mxd.artifacts.hub import cached_reference
 from mxd.artifacts.provenance import versions
+from mxd.artifacts.sets import sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -29,13 +30,13 @@ class Subject:
     text: DataConfig
 
     def sets(self, together: bool = False) -> dict[str, dict[int, Trained]]:
-        """Return what is spliced in: each layer alone under its name, or all of them together.
+        """Return what is spliced in: each layer alone under its name, or sets of them together (``sets_of``).
 
         Raises:
             MxdError: two of the layers to splice in together replace the same MLP.
         """
         if together:
-            return {"together": _distinct_layers(self.trained)}
+            return sets_of(self.trained)
         return {name: {trained.provenance.block: trained} for name, trained in self.trained.items()}
 
     @property
@@ -144,17 +145,6 @@ def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
         return DataConfig.model_validate(fields | dict(changes))
     except ValidationError as error:
         raise MxdError(f"bad evaluation text: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from error
-
-
-def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
-    members: dict[int, Trained] = {}
-    for name, trained in loaded.items():
-        if trained.provenance.block in members:
-            raise MxdError(
-                f"--together: two checkpoints replace block {trained.provenance.block}, the second is {name}."
-            )
-        members[trained.provenance.block] = trained
-    return members
 
 
 def describe(trained: Trained) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def answer(
     Args:
         subject: the checkpoints.
         how: how much text is read.
-        together: splice all of them in together, instead of each alone.
+        together: splice in sets of them, instead of each alone (``Subject.sets``).
         tasks: lm-eval tasks to score as well (``find_tasks``).
 
     Returns:

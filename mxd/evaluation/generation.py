@@ -44,7 +44,7 @@ def answer(
     Args:
         subject: the checkpoints.
         how: which prompts, and how many tokens are added.
-        together: splice all of them in together, instead of each alone.
+        together: splice in sets of them, instead of each alone (``Subject.sets``).
         prompt: continue only this text; by default the openings of held-out texts.
         batch: prompts in one forward.
 

@@ -310,8 +310,13 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
     by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.contexts(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
-    with pytest.raises(MxdError, match="two checkpoints replace block 1"):
-        answer(open_checkpoints([folder]), how, together=True)
+    sets = answer(open_checkpoints([folder], {"context": 64}), how, together=True)["results"]
+    assert {name: [r["block"] for r in found["replacements"]] for name, found in sets.items()} == {
+        "mxd-k2": [1, 2],
+        "mxd-k4": [1, 2],
+    }
+    alone = answer(open_checkpoints(sorted(folder.glob("*-k4")), {"context": 64}), how, together=True)
+    assert alone["results"]["mxd-k4"] == sets["mxd-k4"]
     with pytest.raises(MxdError, match="other weights there"):
         answer(open_checkpoints([folder / "block1-mxd-k2"], model="tiny-neox"), how)
     with pytest.raises(MxdError, match="no checkpoint"):
