@@ -341,6 +341,9 @@ BY_BLOCK = (ALONE, WON_BACK, *ON_BASE, *ON_SPLICED)
 GARBAGE = (WHOLE_AGREED, REPEATED, REPEATED_BASE, BASE_CE, BASE_CE_OWN)
 """Is what it writes garbage?"""
 
+WHOLE_ORDERS = {"bottom": "from the bottom", "top": "from the top", "random": "random order"}
+"""What the orders in which blocks are replaced are called."""
+
 # units.json
 
 RATE = Metric("rates", "rate", "{:.3%}", "share of the tokens at which a unit fires", unit="share", name="firing rate")

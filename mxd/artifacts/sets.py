@@ -41,11 +41,11 @@ def only_set(sets: Mapping[str, Set], name: str | None = None) -> Set:
     Raises:
         MxdError: there is none of that name, or there are several and none is named.
     """
-    chosen = name if name is not None else next(iter(sets)) if len(sets) == 1 else None
-    if chosen not in sets:
-        said = "there are several sets of layers" if name is None else f"there is no set of layers {name!r}"
+    named = [key for key in sets if name in (key, None)]
+    if len(named) != 1:
+        said = f"there is no set of layers {name!r}" if name else "there are several sets of layers"
         raise MxdError(f"{said}; choose one with --set: {', '.join(sets)}.")
-    return sets[chosen]
+    return sets[named[0]]
 
 
 def _kind(name: str, trained: Trained) -> str:

@@ -41,8 +41,8 @@ def evaluate(
 
     Args:
         checkpoints: Layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
-        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks are
-            one set, whatever they are.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks
+            are one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
@@ -80,8 +80,8 @@ def generate(
     Args:
         checkpoints: As for evaluate.
         prompt: Continue this text and show it; by default the openings of held-out texts are continued and counted.
-        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks are
-            one set, whatever they are.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks
+            are one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
@@ -316,7 +316,8 @@ def steer(
 def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Train every replacement of a run, answer the questions its config asks, and write the report.
 
-    The questions are --evaluation.questions '[faithfulness, generation, whole, units, structure, probing, masking, steering]'.
+    The questions are --evaluation.questions
+    '[faithfulness, generation, whole, units, structure, probing, masking, steering]'.
     Run it again to continue after an interruption, or to ask more: existing results are kept.
 
     Args:

@@ -179,9 +179,7 @@ class MeasuredSet:
     ) -> None:
         self.ways = Ways(model, replacements, excluded)
         self.layers = self.ways.full.splice.layers
-        self.reconstructions = {
-            number: Reconstruction.of(layer) for number, layer in self.layers.items()
-        }
+        self.reconstructions = {number: Reconstruction.of(layer) for number, layer in self.layers.items()}
 
     @property
     def blocks(self) -> tuple[int, ...]:

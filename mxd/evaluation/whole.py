@@ -1,8 +1,8 @@
 """Is the model still the model with all of a set's blocks replaced? Errors by number of blocks and block by block.
 
-A layer that is faithful alone may not be in a model whose other MLPs are replaced, too: it then reads inputs that it was
-not trained on, and errors add up, or compound. So for each set there are, over the same text and in one pass of the
-base model:
+A layer that is faithful alone may not be in a model whose other MLPs are replaced, too: it then reads inputs that it
+was not trained on, and errors add up, or compound. So for each set there are, over the same text and in one pass of
+the base model:
 
 - the splice of all its blocks, at every position and around special tokens;
 - splices of 1, 2, 4 ... of them, from the bottom, from the top, and in random orders;
@@ -84,7 +84,9 @@ def answer(subject: Subject, how: WholeConfig = DEFAULTS.whole, batch: int = 32)
 def evaluate_continuations(
     model: FrozenModel, sets: Sets, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Continue prompts with all of each set's blocks replaced; arguments, results and errors as ``evaluate_generation``.
+    """Continue prompts with all of each set's blocks replaced.
+
+    Arguments, results and errors as ``evaluate_generation``, whose ``examples`` are ten here.
 
     Returns:
         Name -> also ``garbage`` and ``garbage_base``: what tells garbage from text (``signs``), of the spliced model's
@@ -208,11 +210,11 @@ def evaluate_whole(
 
     Returns:
         Name -> of the splice of all blocks ``ce_spliced``, ``ce_increase``, ``kl``, ``top1_agreement`` with ``*_se``,
-        ``around_special`` and ``by_context`` as in ``evaluate``; ``alone_sum``, what the blocks add alone, in sum; under
-        ``by_number`` the ``numbers`` of blocks, and for each order its blocks and metrics at these, of several drawn
-        ones the mean with ``low`` and ``high``; and under ``blocks`` for each its reconstruction and account on the base
-        model's inputs, the same under ``spliced`` on the spliced model's, its metrics ``alone``, and those of all blocks
-        ``without`` it, where ``won_back`` is by how much the CE increase is smaller.
+        ``around_special`` and ``by_context`` as in ``evaluate``; ``alone_sum``, what the blocks add alone, in sum;
+        under ``by_number`` the ``numbers`` of blocks, and for each order its blocks and metrics at these, of several
+        drawn ones the mean with ``low`` and ``high``; and under ``blocks`` for each its reconstruction and account on
+        the base model's inputs, the same under ``spliced`` on the spliced model's, its metrics ``alone``, and those of
+        all blocks ``without`` it, where ``won_back`` is by how much the CE increase is smaller.
 
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.

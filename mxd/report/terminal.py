@@ -27,12 +27,10 @@ from mxd.metrics import (
     RATE,
     THRESHOLD,
     WHOLE,
+    WHOLE_ORDERS,
     WON_BACK,
     Metric,
 )
-
-ORDERS = {"bottom": "from the bottom", "top": "from the top", "random": "random order"}
-"""What the orders in which blocks are replaced are called."""
 
 
 def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
@@ -58,7 +56,9 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
 def whole_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield what replacing all blocks does, for each set by number of blocks and by block, and what it writes then."""
     found, first = results["results"], next(iter(results["results"].values()))
-    title = f"All blocks replaced, {first['tokens']:,} tokens: CE base {first['ce_base']:.4f} ± {first['ce_base_se']:.4f}"
+    title = (
+        f"All blocks replaced, {first['tokens']:,} tokens: CE base {first['ce_base']:.4f} ± {first['ce_base_se']:.4f}"
+    )
     yield _metrics_table(title, found, WHOLE)
     for name, result in found.items():
         yield number_table(name, result)
@@ -72,7 +72,7 @@ def number_table(name: str, result: Mapping[str, Any]) -> Table:
     by_number = result["by_number"]
     title = f"{name}: {CE_INCREASE.title} (nats) with so many blocks replaced, of drawn orders mean and range"
     table = Table("", *(str(n) for n in by_number["numbers"]), title=title, title_justify="left")
-    for order, said in ORDERS.items():
+    for order, said in WHOLE_ORDERS.items():
         cells = []
         for point in by_number[order]["points"]:
             low, high = (CE_INCREASE.form.format(point.get(end, 0)) for end in ("low", "high"))

@@ -34,7 +34,7 @@ def test_a_run_holds_a_set_for_each_method_form_sparsity_and_k():
     }
     layers = {f"r/{n}-{block}": trained(block, **kinds[n]) for block in (10, 2) for n in kinds}
     found = sets_of(layers)
-    assert {name: list(members) for name, members in found.items()} == dict.fromkeys(kinds, [2, 10])
+    assert {name: list(members) for name, members in found.items()} == {name: [2, 10] for name in kinds}
     assert all(found[n][block] is layers[f"r/{n}-{block}"] for n in kinds for block in (2, 10))
 
 
