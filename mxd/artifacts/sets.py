@@ -1,8 +1,12 @@
 """Sets: layers of different blocks that are spliced in together. A run holds one for each kind of layer it trains."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.checkpoint import Trained, load_layer
+from mxd.artifacts.folders import find_layers
+from mxd.artifacts.hub import cached_reference
 from mxd.common.errors import MxdError
 
 MIXED = "together"
@@ -10,6 +14,29 @@ MIXED = "together"
 
 Set = dict[int, Trained]
 """Block number -> layer."""
+
+
+def named_layers(paths: Sequence[str | Path]) -> dict[str, Trained]:
+    """Load checkpoints: layer folders, run folders (every layer in them), or Hub references to either; name -> layer.
+
+    Raises:
+        MxdError: a damaged checkpoint, or two of one name.
+    """
+    loaded: dict[str, Trained] = {}
+    for path in (path for reference in paths for path in find_layers(reference)):
+        if (name := name_of(path)) in loaded:
+            raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
+        loaded[name] = load_layer(path)
+    return loaded
+
+
+def name_of(path: Path) -> str:
+    """Return a checkpoint's name in tables: run and folder, or its name on the Hub."""
+    reference = cached_reference(path)
+    if reference is not None:
+        return str(replace(reference, revision=None))
+    resolved = path.resolve()
+    return f"{resolved.parent.name}/{resolved.name}"
 
 
 def sets_of(layers: Mapping[str, Trained]) -> dict[str, Set]:

@@ -1,17 +1,15 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from mxd.artifacts.checkpoint import Trained, load_layer
-from mxd.artifacts.folders import find_layers
-from mxd.artifacts.hub import cached_reference
+from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import versions
-from mxd.artifacts.sets import sets_of
+from mxd.artifacts.sets import named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -82,11 +80,7 @@ def open_checkpoints(
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
-    loaded: dict[str, Trained] = {}
-    for path in (path for reference in paths for path in find_layers(reference)):
-        if name_of(path) in loaded:
-            raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
-        loaded[name_of(path)] = load_layer(path)
+    loaded = named_layers(paths)
     sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
     if len(sources) != 1:
         raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
@@ -123,15 +117,6 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     with whole_file(path) as file:
         write_json(file, dict(results))
     return path
-
-
-def name_of(path: Path) -> str:
-    """Return a checkpoint's name in tables: run and folder, or its name on the Hub."""
-    reference = cached_reference(path)
-    if reference is not None:
-        return str(replace(reference, revision=None))
-    resolved = path.resolve()
-    return f"{resolved.parent.name}/{resolved.name}"
 
 
 def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
