@@ -287,7 +287,8 @@ def test_the_whole_model_is_drawn_by_number_of_blocks_and_by_block(run):
     by_number, by_block = (part for part in parts if part.kind == "figure")
     assert [panel.title for panel in by_number.panels] == ["mxd-k8", "mxd-k32"]
     assert [key.label for key in by_number.keys] == ["from the bottom", "from the top", "random order"]
-    alt = by_number.panels[0].alt
+    alt, drawing = by_number.panels[0].alt, by_number.panels[0].drawing
+    assert drawing.count('class="interval"') == 1 and drawing.count('class="bar"') == 2
     assert "from the bottom: 0 at 1, 0.02 at 3; from the top: 0.02 at 1, 0.02 at 3; random order: 0.07 at 1" in alt
     first, errors, *_ = by_block.panels
     assert "replaced alone: 0.0625 at 1, 0.188 at 4" in first.alt and "won back: 0.125 at 1, 0.375 at 4" in first.alt
