@@ -1,7 +1,8 @@
 """Every number in results: key, name, unit, format, direction and meaning, for tables, cards, pages and docs."""
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 AROUND = "around_special"
@@ -44,7 +45,8 @@ class Metric:
         value = _at(result, self.key)
         if value is not None:
             return value
-        values = [layer_value for site in result["blocks"].values() if (layer_value := _at(site, self.key)) is not None]
+        blocks = result.get("blocks", {})
+        values = [layer_value for site in blocks.values() if (layer_value := _at(site, self.key)) is not None]
         return sum(values) / len(values) if values else None
 
     def shown(self, result: Mapping[str, Any]) -> str:
@@ -53,6 +55,12 @@ class Metric:
         if value is not None:
             return self.form.format(value)
         return "n/a" if self.key in result else "-"
+
+    def with_error(self, result: Mapping[str, Any]) -> str:
+        """Return its value as text with its standard error, where it has one that is finite."""
+        error = _at(result, self.error) if self.error else None
+        known = error is not None and math.isfinite(error)
+        return f"{self.shown(result)} ± {self.form.format(error).lstrip('+')}" if known else self.shown(result)
 
 
 def _at(values: Mapping[str, Any], path: str) -> float | None:
@@ -250,6 +258,92 @@ AGREED_SE = Metric("agreed_tokens_se", "± s.e.", "{:.1f}", "standard error of t
 
 GENERATION = (MATCH, AGREED, AGREED_SE)
 
+# whole.json: of all blocks of a set, and for each of them
+
+ALONE_SUM = Metric(
+    "alone_sum",
+    "sum alone",
+    "{:+.4f}",
+    "sum of what each block adds alone; where the CE increase is larger, errors compound",
+    unit="nats",
+    error="alone_sum_se",
+)
+ALONE = Metric(
+    "alone.ce_increase",
+    "alone",
+    "{:+.4f}",
+    "CE increase with this block alone replaced",
+    "lower",
+    "nats",
+    error="alone.ce_increase_se",
+)
+WON_BACK = Metric(
+    "without.won_back",
+    "won back",
+    "{:+.4f}",
+    "by how much the CE increase is smaller where this block alone is not replaced",
+    unit="nats",
+    error="without.won_back_se",
+)
+ON_BASE = (NMSE, MEAN_GATE, FIXED, ROUTED, DEAD)
+"""What a layer's reconstruction is made of, on the base model's inputs."""
+ON_SPLICED = tuple(
+    replace(
+        metric,
+        key=f"spliced.{metric.key}",
+        title=f"{metric.title}, spliced",
+        says=f"{metric.says}; on the inputs of the model with all blocks replaced, against the base MLP there",
+        name="",
+    )
+    for metric in ON_BASE
+)
+"""The same on the spliced model's inputs."""
+WHOLE_AGREED = replace(AGREED, key="generation.agreed_tokens", error="generation.agreed_tokens_se")
+REPEATED = Metric(
+    "generation.garbage.repeated",
+    "repeated",
+    "{:.1%}",
+    "share of the 4-grams of a continuation that came before in it",
+    "lower",
+    "share",
+    error="generation.garbage.repeated_se",
+)
+REPEATED_BASE = Metric(
+    "generation.garbage_base.repeated",
+    "repeated, base",
+    "{:.1%}",
+    "the same of what the base model writes",
+    unit="share",
+    error="generation.garbage_base.repeated_se",
+)
+BASE_CE = Metric(
+    "generation.garbage.base_ce",
+    "base CE",
+    "{:.3f}",
+    "the base model's cross-entropy of what the spliced model writes: how improbable it finds it",
+    "lower",
+    "nats",
+    error="generation.garbage.base_ce_se",
+)
+BASE_CE_OWN = Metric(
+    "generation.garbage_base.base_ce",
+    "base CE, own",
+    "{:.3f}",
+    "the base model's cross-entropy of what it writes itself",
+    unit="nats",
+    error="generation.garbage_base.base_ce_se",
+)
+
+WHOLE = (CE_INCREASE, AROUND_SPECIAL, KL, TOP1, ALONE_SUM, PARAMS)
+"""Is it still the model with all blocks replaced?"""
+BY_BLOCK = (ALONE, WON_BACK, *ON_BASE, *ON_SPLICED)
+"""Where does the error come from?"""
+GARBAGE = (WHOLE_AGREED, REPEATED, REPEATED_BASE, BASE_CE, BASE_CE_OWN)
+"""Is what it writes garbage?"""
+
+WHOLE_ORDERS = {"bottom": "from the bottom", "top": "from the top", "random": "random order"}
+"""What the orders in which blocks are replaced are called."""
+
 # units.json
 
 RATE = Metric("rates", "rate", "{:.3%}", "share of the tokens at which a unit fires", unit="share", name="firing rate")
@@ -386,6 +480,7 @@ QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITIO
 METRICS = {
     "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION, *COST))),
     "generation": GENERATION,
+    "whole": (*WHOLE, *BY_BLOCK, *GARBAGE),
     "structure": STRUCTURE,
     "units": UNITS,
     "probing": PROBING,

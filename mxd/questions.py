@@ -27,7 +27,7 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Question = Literal["faithfulness", "generation", "structure", "units", "probing", "steering", "masking"]
+Question = Literal["faithfulness", "generation", "whole", "structure", "units", "probing", "steering", "masking"]
 """The questions of `mxd compare`, in the order of the report's sections; a section has the name of its question."""
 
 RESULTS: tuple[str, ...] = (*get_args(Question), "purging")
@@ -76,6 +76,23 @@ class GenerationConfig(Settings):
     """Tokens to add."""
     seed: NonNegativeInt = 0
     """Draws the texts."""
+
+
+class WholeConfig(Settings):
+    """Is the model still the model with all of a set's blocks replaced, and where does the error come from?"""
+
+    tokens: PositiveInt = 16_384
+    """Positions to read; about three splices for each block run over them."""
+    draws: PositiveInt = 3
+    """Random orders in which blocks are replaced."""
+    limit: PositiveInt = 128
+    """Prompts to continue."""
+    words: PositiveInt = 4
+    """Words of a text that make a prompt."""
+    new_tokens: PositiveInt = 32
+    """Tokens to add."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, the prompts and the orders of blocks."""
 
 
 class UnitsConfig(Settings):
@@ -205,6 +222,8 @@ class EvaluationConfig(Settings):
     """As `mxd evaluate`."""
     generation: GenerationConfig = GenerationConfig()
     """As `mxd generate`."""
+    whole: WholeConfig = WholeConfig()
+    """As `mxd whole`."""
     units: UnitsConfig = UnitsConfig()
     """As `mxd units`."""
     structure: StructureConfig = StructureConfig()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mxd.common.markdown import grid
-from mxd.metrics import AROUND_SPECIAL, CE_INCREASE, METRICS, NMSE, TOP1, explained
+from mxd.metrics import AROUND_SPECIAL, CE_INCREASE, METRICS, NMSE, REPEATED, TOP1, explained
 
 DOCS = Path(__file__).parents[1] / "docs" / "evaluation.md"
 HEAD = ["file", "number", "called", "unit", "better", "meaning"]
@@ -52,3 +52,11 @@ def test_a_number_is_a_results_own_or_the_mean_over_its_layers():
     assert AROUND_SPECIAL.shown({"blocks": {}, "around_special": {"ce_increase": 0.5}}) == "+0.5000"
     assert CE_INCREASE.shown({"blocks": {}}) == "-"
     assert CE_INCREASE.shown({"blocks": {}, "ce_increase": None}) == "n/a"
+
+
+def test_a_standard_error_has_the_form_of_its_number_and_no_sign():
+    assert CE_INCREASE.with_error({"ce_increase": 0.5, "ce_increase_se": 0.25}) == "+0.5000 ± 0.2500"
+    assert CE_INCREASE.with_error({"ce_increase": 0.5, "ce_increase_se": float("inf")}) == "+0.5000"
+    assert CE_INCREASE.with_error({}) == "-" and TOP1.with_error({"top1_agreement": 0.5}) == "50.0%"
+    repeated = {"generation": {"garbage": {"repeated": 0.5, "repeated_se": 0.25}}}
+    assert REPEATED.with_error(repeated) == "50.0% ± 25.0%"

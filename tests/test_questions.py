@@ -15,6 +15,7 @@ from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Se
 COMMANDS = {
     "evaluate": ([DEFAULTS.faithfulness], {"--tokens", "--seed"}),
     "generate": ([DEFAULTS.generation], {"--limit", "--words", "--tokens", "--seed"}),
+    "whole": ([DEFAULTS.whole], {"--tokens", "--draws", "--limit", "--words", "--new-tokens", "--seed"}),
     "units": ([DEFAULTS.units], {"--tokens", "--top", "--contexts", "--shared", "--seed"}),
     "structure": ([DEFAULTS.structure], {"--tokens", "--experts", "--prompt", "--seed"}),
     "probe": (

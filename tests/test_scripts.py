@@ -110,6 +110,24 @@ def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found["settings"]["candidates"] == "bfloat16"
 
 
+def test_bench_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The base model is the base model and the spliced one has all blocks replaced, in turn."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    seen = []
+    monkeypatch.setattr("mxd.evaluation.generation.greedy", lambda model, prompts, n, batch: seen.append(
+        (len(prompts), len(prompts[0]), n, batch, [type(model.mlp(b)).__name__ for b in range(model.num_blocks)])
+    ))  # fmt: skip
+    words = "--model tiny-gpt2 --layers MxD STC --batches 1 3 --prompt-tokens 4 --new-tokens 2 --repeats 1 --k 4"
+    found = run(monkeypatch, tmp_path, "bench_generate", *words.split())
+    plain, replaced = ["GPT2MLP"] * 6, ["SplicedMLP"] * 6
+    turns = [(batch, 4, 2, batch, mlps) for batch in (1, 3) for mlps in 2 * (plain, replaced)]
+    assert seen == turns * 2
+    assert [(row["layer"], row["batch"]) for row in found["rows"]] == [(n, b) for n in ("MxD", "STC") for b in (1, 3)]
+    for row in found["rows"]:
+        ratio = row["spliced_tokens_per_second"] / row["base_tokens_per_second"]
+        assert row["ratio"] == pytest.approx(ratio) and row["params"] > 6 * row["units"] * 128
+
+
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is only made up, with a layer of another kind of sparsity and one that chooses nothing."""

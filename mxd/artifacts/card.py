@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from mxd.artifacts.measured import Evaluation, Replaced, Result
+from mxd.artifacts.measured import Evaluation, Replaced, Result, Together, Whole
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import printable
 from mxd.common.markdown import grid, literal
 from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
-from mxd.metrics import CE_INCREASE, FVU, KL, NMSE, QUESTIONS, RECOVERED, Metric, explained
+from mxd.metrics import CE_INCREASE, FVU, KL, NMSE, QUESTIONS, RECOVERED, WHOLE, Metric, explained
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),
@@ -69,10 +70,10 @@ class Member:
     """The last part of its name in the evaluation, where that is not ``name``."""
 
     @property
-    def result(self) -> Result | None:
-        """The evaluation of this layer, spliced in alone."""
+    def replaced(self) -> Replaced:
+        """What results say of this layer."""
         config, origin = self.config, self.origin
-        this = Replaced(
+        return Replaced(
             method=config.label,
             sparsity=config.sparsity.slug,
             block=origin.block,
@@ -80,6 +81,11 @@ class Member:
             params=config.num_params,
             tokens_trained=origin.tokens,
         )
+
+    @property
+    def result(self) -> Result | None:
+        """The evaluation of this layer, spliced in alone."""
+        this = self.replaced
         results = self.evaluation.results if self.evaluation else {}
         fitting = {key: result for key, result in results.items() if result.replacements == [this]}
         if len(fitting) > 1:  # variants with the same method, sparsity and size differ only in name
@@ -126,6 +132,7 @@ def set_card(
     license: str | None = None,
     title: str = "set",
     figure: bool = False,
+    whole: Whole | None = None,
 ) -> str:
     """Return the card of a set of layers, one folder each.
 
@@ -135,6 +142,7 @@ def set_card(
         license: the Hub's name of a license.
         title: the set's name in the evaluation results.
         figure: whether ``frontier.png`` lies beside the card.
+        whole: what was measured of layers spliced in together.
     """
     members = sorted(members, key=lambda m: (m.origin.block, m.config.label, m.config.sparsity.shown_k or 0, m.name))
     models = sorted({m.origin.model for m in members})
@@ -144,11 +152,12 @@ def set_card(
         f"# Sparse replacements for MLPs of {_list(models)}",
         f"{len(members)} layers ({', '.join(methods)}) that replace the MLP of block {', '.join(map(str, blocks))} "
         f"(counted from 0) of {_list(models)}. Each folder is one layer, with a card of its own.",
-        *_use(members[0], address, len(members)),
+        *_use(members[0], address, members),
         *_what(members),
         *_training(members),
         *_measured(members, figure),
-        *_limits(members, license),
+        *_together(members, whole),
+        *_limits(members, license, bool(_together(members, whole))),
     ]
     return _card(text, members, license, title)
 
@@ -205,7 +214,7 @@ def _eval_results(member: Member) -> list[EvalResult]:
     ]
 
 
-def _use(member: Member, address: str | None, members: int | None) -> list[str]:
+def _use(member: Member, address: str | None, members: Sequence[Member] | None) -> list[str]:
     origin = member.origin
     pinned = f", revision={json.dumps(origin.revision)}" if origin.revision else ""
     load = f"model = mxd.load_frozen({json.dumps(origin.model)}{pinned})"
@@ -223,6 +232,7 @@ def _use(member: Member, address: str | None, members: int | None) -> list[str]:
             "    ...",
             "",
             f"trained = mxd.from_pretrained({json.dumps(layer)})  # one of them, alone",
+            *_use_together(member, where, members),
         ]
     code = "\n".join(["```python", *lines, "```"])
     if _on_hub(origin):
@@ -310,6 +320,48 @@ def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     return text
 
 
+def _use_together(member: Member, where: str, members: Sequence[Member]) -> list[str]:
+    """Return the lines that splice in all layers of one kind at once, where there are several and a pattern finds them.
+
+    Args:
+        member: one of the kind.
+        where: the set's address.
+        members: all layers of the set.
+    """
+    pattern = f"*-{member.config.slug}"
+    alike = [m.name for m in members if m.config.slug == member.config.slug]
+    blocks = {m.origin.block for m in members if m.name in alike}
+    found = [m.name for m in members if fnmatchcase(m.name, pattern)]
+    if found != alike or len(blocks) < len(alike) or len(alike) < 2:
+        return []
+    return [
+        "",
+        f"layers = mxd.load_layers({json.dumps(where)}, {json.dumps(pattern)})  # {len(alike)} blocks at once",
+        "with mxd.spliced(model, {layer.provenance.block: layer for layer in layers.values()}):",
+        "    ...",
+    ]
+
+
+def _together(members: Sequence[Member], whole: Whole | None) -> list[str]:
+    """Return what was measured of these layers spliced in together."""
+    known = [member.replaced for member in members]
+    results = whole.results if whole else {}
+    fitting = {name: found for name, found in results.items() if all(one in known for one in found.replacements)}
+    if whole is None or not fitting:
+        return []
+    rows = [
+        [literal(name), str(len(found.replacements)), *(metric.with_error(found.model_dump()) for metric in WHOLE)]
+        for name, found in fitting.items()
+    ]
+    first: Together = next(iter(fitting.values()))
+    caption = (
+        f"All layers of a kind spliced in at once, on {first.tokens:,} held-out tokens of "
+        f"{literal(whole.data.get('source'))} ({literal(whole.data.get('split'))}): the base model's cross-entropy is "
+        f"{first.ce_base:.4f} nats per token."
+    )
+    return ["**All at once**", caption, grid([["set", "layers", *(m.title for m in WHOLE)], *rows]), explained(WHOLE)]
+
+
 def _caption(member: Member) -> str:
     result, evaluation = member.result, member.evaluation
     assert result is not None and evaluation is not None
@@ -329,7 +381,7 @@ def _row(member: Member, metrics: Sequence[Metric]) -> list[str]:
     return [name, *(metric.shown(result) for metric in metrics)]
 
 
-def _limits(members: Sequence[Member], license: str | None) -> list[str]:
+def _limits(members: Sequence[Member], license: str | None, together: bool = False) -> list[str]:
     limits = [
         "Made for exactly these weights of the base model: a fine-tuned or otherwise changed one is refused.",
         "Fidelity is measured on one text, one layer at a time"
@@ -338,9 +390,10 @@ def _limits(members: Sequence[Member], license: str | None) -> list[str]:
         "A layer can be faithful without being sparse in anything that matters: one whose *routed* is near 0 is a "
         "dense MLP in disguise, an MxD whose *fixed* is near its NMSE a transcoder in disguise. Read both tables.",
     ]
+    at_once = "" if together else "several layers spliced at once, "
     limits[1] += (
-        ". Not measured: other domains and languages, downstream tasks, several layers spliced at once, other seeds, "
-        "and whether the units mean anything to a person."
+        f". Not measured: other domains and languages, downstream tasks, {at_once}other seeds, and whether the units "
+        "mean anything to a person."
     )
     if any(m.origin.excluded_ids for m in members):
         limits.append("Trained without some tokens (above): in a splice it answers there all the same, untaught.")

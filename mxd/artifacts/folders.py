@@ -21,7 +21,7 @@ from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 FORMAT = 2
 LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "faithfulness.json", "README.md")
 """The files of a layer's folder; no others are ever uploaded or downloaded."""
-SET_FILES = ("faithfulness.json", FIGURE, "README.md")
+SET_FILES = ("faithfulness.json", "whole.json", FIGURE, "README.md")
 """Files that may lie beside the layers of a set."""
 
 

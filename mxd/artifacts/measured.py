@@ -1,12 +1,14 @@
-"""The fields of a ``faithfulness.json`` that a card shows; anyone may have written the file."""
+"""The fields of ``faithfulness.json`` and ``whole.json`` that a card shows; anyone may have written the files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ValidationError, create_model
 
 from mxd.common.errors import MxdError
 from mxd.metrics import METRICS
+
+F = TypeVar("F", bound="_File")
 
 _FIELDS: dict[str, Any] = {m.key: (float | None, None) for m in METRICS["faithfulness"] if "." not in m.key}
 _Numbers: Any = create_model("_Numbers", **_FIELDS)
@@ -45,23 +47,58 @@ class Result(_Numbers):
     replacements: list[Replaced]
 
 
-class Evaluation(BaseModel):
-    """The fields of a ``faithfulness.json`` that a card shows."""
+class Together(BaseModel):
+    """Measurements with all blocks of a set replaced."""
+
+    tokens: int
+    ce_base: float
+    ce_increase: float
+    ce_increase_se: float | None = None
+    kl: float | None = None
+    kl_se: float | None = None
+    top1_agreement: float | None = None
+    alone_sum: float | None = None
+    alone_sum_se: float | None = None
+    around_special: Around | None = None
+    params: int | None = None
+    replacements: list[Replaced]
+
+
+class _File(BaseModel):
+    """A file of results."""
+
+    command: ClassVar[str]
+    """What writes it."""
 
     model: str
     data: dict[str, Any]
-    results: dict[str, Result]
 
     @classmethod
-    def read(cls, path: Path) -> "Evaluation | None":
+    def read(cls: type[F], path: Path) -> F | None:
         """Read a file; ``None`` where there is none.
 
         Raises:
-            MxdError: it is not what ``mxd evaluate`` writes.
+            MxdError: it is not what its command writes.
         """
         if not path.is_file():
             return None
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise MxdError(f"{path} is not what `mxd evaluate` writes; run that again, or delete it.") from error
+            raise MxdError(f"{path} is not what `{cls.command}` writes; run that again, or delete it.") from error
+
+
+class Evaluation(_File):
+    """The fields of a ``faithfulness.json`` that a card shows."""
+
+    command = "mxd evaluate"
+
+    results: dict[str, Result]
+
+
+class Whole(_File):
+    """The fields of a ``whole.json`` that a card shows."""
+
+    command = "mxd whole"
+
+    results: dict[str, Together]

@@ -9,7 +9,7 @@ from mxd.artifacts import hub
 from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
 from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, layers_in, load_strictly
 from mxd.artifacts.hub import HubReference
-from mxd.artifacts.measured import Evaluation
+from mxd.artifacts.measured import Evaluation, Whole
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file, atomic_folder
 
@@ -56,6 +56,7 @@ def push(
             f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
         )
     members = [_member(layer, prefixes[layer]) for layer in layers]
+    whole = Whole.read(folder / "whole.json")
     remote = hub.prepare(repo, private, revision, token)
     _check_same_kind(repo, single, remote.files)
     license = license or license_of(remote.readme)
@@ -68,7 +69,8 @@ def push(
             address = str(HubReference(repo, member.name, pin))
             texts[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
         if not single:
-            texts["README.md"] = set_card(members, str(HubReference(repo, "", pin)), license, title, FIGURE in files)
+            address, figure = str(HubReference(repo, "", pin)), FIGURE in files
+            texts["README.md"] = set_card(members, address, license, title, figure, whole)
         return texts
 
     what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"

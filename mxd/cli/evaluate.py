@@ -21,6 +21,7 @@ from mxd.questions import (
     SteeringConfig,
     StructureConfig,
     UnitsConfig,
+    WholeConfig,
     changed,
 )
 
@@ -40,7 +41,8 @@ def evaluate(
 
     Args:
         checkpoints: Layer folders, run folders (every layer in them), or Hub references org/name[/folder][@revision].
-        together: Splice all of them at once, instead of each alone.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks
+            are one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
@@ -78,7 +80,8 @@ def generate(
     Args:
         checkpoints: As for evaluate.
         prompt: Continue this text and show it; by default the openings of held-out texts are continued and counted.
-        together: Splice all of them at once, instead of each alone.
+        together: Splice in all layers of a kind at once, as a set, instead of each alone; layers of different blocks
+            are one set, whatever they are.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default generation.json in the first folder (with --prompt none).
@@ -97,6 +100,36 @@ def generate(
             say(f"of {result['prompts']} prompts the same: {shares}; mean {result['agreed_tokens']:.1f} tokens\n")
     if prompt is None or out is not None:
         save(results, checkpoints, "generation-together" if together else "generation", out)
+
+
+@app.command
+def whole(
+    *checkpoints: str,
+    how: Annotated[WholeConfig, FLAT] = DEFAULTS.whole,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Replace all blocks of each set of layers at once: is it still the model, and where does the error come from?
+
+    All layers of a kind are a set (mxd-k32 of every block). CE increase, KL and top-1 of all blocks at once, by the
+    number of blocks replaced, and block by block; continuations side by side, with what tells garbage from text.
+
+    Args:
+        checkpoints: As for evaluate; layers of different blocks are one set, whatever they are.
+        how: The question's config.
+        on: The text and the base model.
+        out: JSON file; by default whole.json in the first folder.
+    """
+    subject = on.open("whole", checkpoints)
+    from mxd.evaluation.whole import answer
+    from mxd.report.terminal import terminal_diff, whole_tables
+
+    results = answer(subject, how)
+    for name, result in results["results"].items():
+        say(name)
+        show(*map(terminal_diff, result["generation"]["examples"]))
+    show(*whole_tables(results))
+    save(results, checkpoints, "whole", out)
 
 
 @app.command
@@ -178,7 +211,7 @@ def mask(
         thresholds: Correlations from which on a unit is masked.
         limit: Texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
             units, half are measured.
-        together: Splice and mask all layers at once, instead of each alone.
+        together: Splice and mask all layers of a kind at once, as for evaluate, instead of each alone.
         on: Context and base model.
         out: JSON file; by default masking.json, or purging.json with --scores, in the first folder.
 
@@ -283,7 +316,8 @@ def steer(
 def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Train every replacement of a run, answer the questions its config asks, and write the report.
 
-    The questions are --evaluation.questions '[faithfulness, generation, units, structure, probing, masking, steering]'.
+    The questions are --evaluation.questions
+    '[faithfulness, generation, whole, units, structure, probing, masking, steering]'.
     Run it again to continue after an interruption, or to ask more: existing results are kept.
 
     Args:

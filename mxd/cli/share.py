@@ -57,15 +57,19 @@ def convert(
 
 
 @app.command
-def export_model(model: str, /, *checkpoints_and_out: str) -> None:
+def export_model(
+    model: str, /, *checkpoints_and_out: str, named: Annotated[str | None, Parameter("--set")] = None
+) -> None:
     """Write a model with trained layers spliced in as a normal transformers repository: MODEL CHECKPOINT... OUT.
 
-    AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True) loads it where mxd is not installed.
+    AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True) loads it where mxd is not installed. The MLPs that
+    are replaced are left out, unless a layer reads their output; with a layer for each block, none is left.
 
     Args:
         model: the base model: a bundled name, a Hub id, a folder or a .gguf file.
-        checkpoints_and_out: layer folders, run folders or Hub references, one layer for each block; last the folder to
-            write, which is new, empty or an earlier export.
+        checkpoints_and_out: layer folders, run folders or Hub references; last the folder to write, which is new, empty
+            or an earlier export.
+        named: the set of layers to export where there are several, such as mxd-k32: all layers of one kind.
 
     Raises:
         MxdError: no checkpoints.
@@ -73,10 +77,11 @@ def export_model(model: str, /, *checkpoints_and_out: str) -> None:
     *checkpoints, out = checkpoints_and_out or [""]
     if not checkpoints:
         raise MxdError("give a model, checkpoints and a folder to write: mxd export-model MODEL CHECKPOINT... OUT")
-    from mxd.share.export import export_checkpoints
+    from mxd.share.export import export_checkpoints, exported_size
 
-    export_checkpoints(model, checkpoints, out)
-    say(f"done: {out}\nnext: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
+    export_checkpoints(model, checkpoints, out, named)
+    say(f"done: {out}\nsize: {exported_size(out)}")
+    say(f"next: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
 
 
 @app.command
@@ -119,7 +124,7 @@ def push(
     Log in first: `hf auth login`, or set HF_TOKEN. An interrupted push is run again as it was.
 
     Args:
-        checkpoint: a layer folder, or a run folder (every layer in it, its faithfulness.json and a figure).
+        checkpoint: a layer folder, or a run folder (every layer in it, its faithfulness.json, whole.json and a figure).
         repo: org/name; created if it does not exist.
         private: make the repository private.
         revision: branch to push to; created if it does not exist.

@@ -1,16 +1,15 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from mxd.artifacts.checkpoint import Trained, load_layer
-from mxd.artifacts.folders import find_layers
-from mxd.artifacts.hub import cached_reference
+from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import versions
+from mxd.artifacts.sets import named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -29,13 +28,13 @@ class Subject:
     text: DataConfig
 
     def sets(self, together: bool = False) -> dict[str, dict[int, Trained]]:
-        """Return what is spliced in: each layer alone under its name, or all of them together.
+        """Return what is spliced in: each layer alone under its name, or sets of them together (``sets_of``).
 
         Raises:
             MxdError: two of the layers to splice in together replace the same MLP.
         """
         if together:
-            return {"together": _distinct_layers(self.trained)}
+            return sets_of(self.trained)
         return {name: {trained.provenance.block: trained} for name, trained in self.trained.items()}
 
     @property
@@ -81,11 +80,7 @@ def open_checkpoints(
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
-    loaded: dict[str, Trained] = {}
-    for path in (path for reference in paths for path in find_layers(reference)):
-        if name_of(path) in loaded:
-            raise MxdError(f"two checkpoints are called {name_of(path)}; evaluate them apart.")
-        loaded[name_of(path)] = load_layer(path)
+    loaded = named_layers(paths)
     sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
     if len(sources) != 1:
         raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
@@ -124,15 +119,6 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     return path
 
 
-def name_of(path: Path) -> str:
-    """Return a checkpoint's name in tables: run and folder, or its name on the Hub."""
-    reference = cached_reference(path)
-    if reference is not None:
-        return str(replace(reference, revision=None))
-    resolved = path.resolve()
-    return f"{resolved.parent.name}/{resolved.name}"
-
-
 def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
     """Return the training text's held-out side, with the caller's changes."""
     fields = dict(trained.provenance.data)
@@ -144,17 +130,6 @@ def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
         return DataConfig.model_validate(fields | dict(changes))
     except ValidationError as error:
         raise MxdError(f"bad evaluation text: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from error
-
-
-def _distinct_layers(loaded: Mapping[str, Trained]) -> dict[int, Trained]:
-    members: dict[int, Trained] = {}
-    for name, trained in loaded.items():
-        if trained.provenance.block in members:
-            raise MxdError(
-                f"--together: two checkpoints replace block {trained.provenance.block}, the second is {name}."
-            )
-        members[trained.provenance.block] = trained
-    return members
 
 
 def describe(trained: Trained) -> dict[str, Any]:

@@ -12,7 +12,7 @@ own token is not. The blocks below the lowest spliced one run once for all repla
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,6 +122,11 @@ class Reconstruction:
         self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens", "active"), 0.0)
         self.y = torch.zeros(())
 
+    @classmethod
+    def of(cls, layer: nn.Module) -> "Reconstruction":
+        """Return a reconstruction with an account where there can be one: where the output is a sum over units."""
+        return cls(layer, Account(layer) if isinstance(layer, ReplacementLayer) and layer.additive else None)
+
     def see_means(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
         """Show the account a batch of MLP inputs and outputs, before ``see``."""
         if self.account is not None:
@@ -174,10 +179,7 @@ class MeasuredSet:
     ) -> None:
         self.ways = Ways(model, replacements, excluded)
         self.layers = self.ways.full.splice.layers
-        self.reconstructions = {
-            number: Reconstruction(layer, Account(layer) if _is_additive(layer) else None)
-            for number, layer in self.layers.items()
-        }
+        self.reconstructions = {number: Reconstruction.of(layer) for number, layer in self.layers.items()}
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -235,7 +237,7 @@ def answer(
     Args:
         subject: the checkpoints.
         how: how much text is read.
-        together: splice all of them in together, instead of each alone.
+        together: splice in sets of them, instead of each alone (``Subject.sets``).
         tasks: lm-eval tasks to score as well (``find_tasks``).
 
     Returns:
@@ -285,7 +287,7 @@ def evaluate(
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.
     """
-    ids = tuple(_special(model) if excluded is None else excluded)
+    ids = tuple(special(model) if excluded is None else excluded)
     batches = list(streamed(contexts, tokens, forward_contexts))
     if not any(sets.values()):
         raise MxdError("nothing to evaluate: give at least one replacement.")
@@ -322,7 +324,7 @@ def _first_pass(
     for batch in batches:
         counted = torch.from_numpy(counted_positions(batch, excluded))
         count += int(counted.sum())
-        recorded = {n: _counted(site, counted) for n, site in model.record(_tensor(batch), layers).items()}
+        recorded = {n: counted_site(site, counted) for n, site in model.record(ids_of(batch), layers).items()}
         for number, (_, y) in recorded.items():
             sums[number] = sums.get(number, 0) + y.double().sum(0)
         for member in sets:
@@ -347,14 +349,14 @@ def _second_pass(
     all_ways = [member.ways for member in sets] + [ways for pair in ablations for ways in (pair.zero, pair.mean)]
     base_ce = Mean()
     for batch in batches:
-        ids = _tensor(batch).to(model.device)
+        ids = ids_of(batch).to(model.device)
         counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
         with model.block_outputs(layers) as below, model.watched(layers) as seen:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)
         for member in sets:
             for number, reconstruction in member.reconstructions.items():
-                reconstruction.see(*_counted(seen[number], counted))
+                reconstruction.see(*counted_site(seen[number], counted))
         for way in chain.from_iterable(all_ways):
             way.prediction.see(base, next_token_logits(way.splice, ids, below))
             advance(batch.size)
@@ -376,11 +378,6 @@ def _cost(config: ReplacementConfig, l0: float) -> dict[str, int | float]:
     }
 
 
-def _is_additive(layer: nn.Module) -> TypeGuard[ReplacementLayer]:
-    """Whether a layer's output is a sum over units, so that there is an account of what it is made of."""
-    return isinstance(layer, ReplacementLayer) and layer.additive
-
-
 def recovered(splice: Prediction, zero: Prediction) -> float | None:
     """Return the share of the loss from zero-ablation that is won back.
 
@@ -392,7 +389,7 @@ def recovered(splice: Prediction, zero: Prediction) -> float | None:
     return 1 - splice.increase.value / gap
 
 
-def _counted(
+def counted_site(
     site: tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]], counted: Bool[Tensor, "batch seq"]
 ) -> tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]:
     """Return a block's activations at the positions that count, in float32."""
@@ -401,9 +398,11 @@ def _counted(
     return x[kept].float(), y[kept].float()
 
 
-def _special(model: FrozenModel) -> list[int]:
+def special(model: FrozenModel) -> list[int]:
+    """Return the special tokens of the model's tokenizer, none where it has no tokenizer."""
     return special_ids(model.tokenizer) if model.tokenizer is not None else []
 
 
-def _tensor(batch: Int[np.ndarray, "batch seq"]) -> Int[Tensor, "batch seq"]:
+def ids_of(batch: Int[np.ndarray, "batch seq"]) -> Int[Tensor, "batch seq"]:
+    """Return a batch of token ids as a tensor."""
     return torch.from_numpy(batch).long()

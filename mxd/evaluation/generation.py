@@ -44,7 +44,7 @@ def answer(
     Args:
         subject: the checkpoints.
         how: which prompts, and how many tokens are added.
-        together: splice all of them in together, instead of each alone.
+        together: splice in sets of them, instead of each alone (``Subject.sets``).
         prompt: continue only this text; by default the openings of held-out texts.
         batch: prompts in one forward.
 
@@ -226,14 +226,14 @@ def _greedy(
     model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int, advance: Callable[[int], None]
 ) -> Int[Tensor, "prompts new_tokens"]:
     added = torch.empty(len(prompts), new_tokens, dtype=torch.long)
-    for numbers in _batches(prompts, batch):
+    for numbers in batches_of_one_length(prompts, batch):
         ids = torch.tensor([list(prompts[number]) for number in numbers], device=model.device)
         added[numbers] = continued(model, ids, new_tokens, lambda _, logits, __: logits.argmax(-1)).cpu()
         advance(len(numbers) * new_tokens)
     return added
 
 
-def _batches(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
+def batches_of_one_length(prompts: Sequence[Sequence[int]], batch: int) -> list[list[int]]:
     """Return the numbers of all prompts in batches of prompts of one length."""
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):

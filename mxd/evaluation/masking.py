@@ -29,7 +29,7 @@ def answer(subject: Subject, how: MaskingConfig = DEFAULTS.masking, together: bo
     Args:
         subject: the checkpoints.
         how: which labelled set, and how units are chosen.
-        together: splice all of them in together, instead of each alone.
+        together: splice in sets of them, instead of each alone (``Subject.sets``).
 
     Raises:
         MxdError: as ``labelled_texts`` and ``evaluate_masking``.

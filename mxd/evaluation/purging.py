@@ -37,7 +37,7 @@ def answer(subject: Subject, how: PurgingConfig, scores: str, together: bool = F
         subject: the checkpoints.
         how: how units are chosen.
         scores: a file of texts, each with its score.
-        together: splice all checkpoints in together, instead of each alone.
+        together: splice in sets of checkpoints, instead of each alone (``Subject.sets``).
 
     Raises:
         MxdError: as ``scored_texts`` and ``evaluate_purging``.

@@ -181,6 +181,15 @@ class Mean:
         """Return the mean over tokens of what has these means in contexts with so many tokens."""
         return cls([mean * count for mean, count in zip(means, counts, strict=True)], list(counts))
 
+    @classmethod
+    def sum(cls, means: Sequence["Mean"]) -> "Mean":
+        """Return the mean of the sum of several values that were taken over the same tokens."""
+        return cls([sum(totals) for totals in zip(*(mean.totals for mean in means), strict=True)], means[0].counts)
+
+    def less(self, other: "Mean") -> "Mean":
+        """Return the mean of how much larger a value is than another that was taken over the same tokens."""
+        return Mean([a - b for a, b in zip(self.totals, other.totals, strict=True)], self.counts)
+
     def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
         """Count one value per position."""
         self.totals += (values.double() * counted).sum(-1).tolist()

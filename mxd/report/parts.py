@@ -197,11 +197,22 @@ def measured(result: Node, metric: Metric) -> Cell:
     return number(result.follow(metric.key), metric.form)
 
 
-def with_error(cell: Cell, error: Node | None) -> Cell:
-    """Return a number with its standard error, where that is there and finite."""
+def with_error(cell: Cell, error: Node | None, form: str = "{:.4f}") -> Cell:
+    """Return a number with its standard error, where that is there and finite.
+
+    Args:
+        cell: the number.
+        error: its standard error.
+        form: how that is printed; a sign is left out.
+    """
     if error is None or not isinstance(error.value, float) or not math.isfinite(error.value):
         return cell
-    return replace(cell, text=f"{cell.text} ± {error.value:.4f}")
+    return replace(cell, text=f"{cell.text} ± {form.format(error.value).lstrip('+')}")
+
+
+def measured_with_error(result: Node, metric: Metric) -> Cell:
+    """Return a metric of a result with its standard error as a cell; a dash where it was not measured."""
+    return with_error(measured(result, metric), result.follow(metric.error) if metric.error else None, metric.form)
 
 
 def slots(lines: Sequence[str]) -> dict[str, Key]:

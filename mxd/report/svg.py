@@ -1,4 +1,4 @@
-"""Small charts as inline SVG: lines, and rows of dots.
+"""Small charts as inline SVG: lines, bars, and rows of dots.
 
 Drawn here and not by matplotlib because colours follow the page's light or dark theme through its style sheet (the
 page allows no inline styles), text stays text, and every point carries its number and where that comes from.
@@ -20,6 +20,8 @@ CAPTION = 16.0
 """Room above the vertical axis for its name."""
 DIGIT = 7.0
 """Width of a digit of the ticks' numbers, with some space."""
+BARS = 0.8
+"""Share of a place on the horizontal axis that its bars take."""
 SPARSE_MARKS = 3
 """Markers on a line whose points have none, for those who cannot tell its colour."""
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -137,6 +139,35 @@ def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
     return Panel(title, _svg(parts, height, _alt(title, x, y, drawn)), _alt(title, x, y, drawn))
 
 
+def bars(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
+    """Draw bars from zero, those of one place side by side; places are whole numbers, one apart.
+
+    Args:
+        title: of the panel.
+        x: the horizontal axis.
+        y: the vertical axis.
+        drawn: the bars of each key, as lines' points; those that are not finite are left out.
+    """
+    places = sorted({p.x for line in drawn for p in line.points})
+    ends = [v for line in drawn for p in line.points for v in (p.y, p.low, p.high) if v is not None]
+    ticks = places[:: math.ceil(len(places) / 8)]
+    across = _Span(Axis(x.label, ticks=ticks, low=places[0] - 0.5, high=places[-1] + 0.5), places, LEFT, WIDTH - RIGHT)
+    up = _Span(y, [0.0, *ends], HEIGHT + CAPTION - BOTTOM, TOP + CAPTION)
+    width = BARS / len(drawn)
+    parts = [_frame(x, y.label, across, up)]
+    for number, line in enumerate(drawn):
+        shapes = [
+            _bar(
+                line.key, p, across(p.x - BARS / 2 + number * width), across(p.x - BARS / 2 + (number + 1) * width), up
+            )
+            for p in line.points
+            if math.isfinite(p.y)
+        ]
+        parts.append(Markup('<g class="s{}">{}</g>').format(line.key.colour, Markup("").join(shapes)))
+    alt = _alt(title, x, y, drawn)
+    return Panel(title, _svg(parts, HEIGHT + CAPTION, alt), alt)
+
+
 def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Point]]]]) -> Panel:
     """Draw one row for each name, with a dot for each value on a common axis.
 
@@ -240,9 +271,26 @@ def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, phase: 
     return Markup('<g class="s{}">{}</g>').format(line.key.colour, Markup("").join(parts))
 
 
+def _bar(key: Key, point: Point, left: float, right: float, up: _Span) -> Markup:
+    """Draw a bar from zero to a point, and its range of uncertainty."""
+    top, floor = sorted((up(point.y), up(0.0)))
+    shape = Markup('<rect class="column{}" x="{}" y="{}" width="{:.1f}" height="{:.1f}"/>').format(
+        " hollow" if key.variant % 2 else "", left, top, right - left, max(floor - top, 0.5)
+    )
+    if point.low is not None and point.high is not None:
+        middle = round((left + right) / 2, 1)
+        shape += Markup('<path class="bar" d="M{} {}V{}"/>').format(middle, up(point.low), up(point.high))
+    return _told(shape, f"{key.label}, {point.x:g}: {up.axis.said(point.y)}", point.source)
+
+
 def _mark(key: Key, x: float, y: float, label: str, source: str) -> Markup:
+    return _told(marker(key, x, y), label, source)
+
+
+def _told(shape: Markup, label: str, source: str) -> Markup:
+    """Return a shape that says what it shows, and where that comes from."""
     tooltip = Markup("<title>{}</title>").format(f"{label} ({source})" if source else label)
-    return Markup('<g data-source="{}">{}{}</g>').format(source, marker(key, x, y), tooltip)
+    return Markup('<g data-source="{}">{}{}</g>').format(source, shape, tooltip)
 
 
 def _alt(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> str:

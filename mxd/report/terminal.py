@@ -7,12 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from mxd.metrics import (
+    ALONE,
     BY_CHANCE,
+    CE_INCREASE,
     DEAD_UNITS,
     DEAD_UNITS_SHARE,
+    GARBAGE,
     LEADER,
     MASKING,
     NORMALIZED_RANK,
+    ON_BASE,
+    ON_SPLICED,
     OTHERS,
     OWN,
     PURGED,
@@ -21,6 +26,10 @@ from mxd.metrics import (
     RANKED,
     RATE,
     THRESHOLD,
+    WHOLE,
+    WHOLE_ORDERS,
+    WON_BACK,
+    Metric,
 )
 
 
@@ -42,6 +51,57 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
             for position, token in enumerate(context["tokens"]):
                 line.append(_visible(token), style="bold reverse" if position == context["at"] else "")
         yield line
+
+
+def whole_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what replacing all blocks does, for each set by number of blocks and by block, and what it writes then."""
+    found, first = results["results"], next(iter(results["results"].values()))
+    title = (
+        f"All blocks replaced, {first['tokens']:,} tokens: CE base {first['ce_base']:.4f} ± {first['ce_base_se']:.4f}"
+    )
+    yield _metrics_table(title, found, WHOLE)
+    for name, result in found.items():
+        yield number_table(name, result)
+        yield block_table(name, result)
+    prompts = first["generation"]["prompts"]
+    yield _metrics_table(f"What it writes: greedy continuations of {prompts} prompts", found, GARBAGE)
+
+
+def number_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return the CE increase by number of blocks replaced: orders in rows, of drawn ones the mean and the range."""
+    by_number = result["by_number"]
+    title = f"{name}: {CE_INCREASE.title} (nats) with so many blocks replaced, of drawn orders mean and range"
+    table = Table("", *(str(n) for n in by_number["numbers"]), title=title, title_justify="left")
+    for order, said in WHOLE_ORDERS.items():
+        cells = []
+        for point in by_number[order]["points"]:
+            low, high = (CE_INCREASE.form.format(point.get(end, 0)) for end in ("low", "high"))
+            value = CE_INCREASE.form.format(point["ce_increase"])
+            cells.append(f"{value} ({low} to {high})" if low != high else value)
+        table.add_row(said, *cells)
+    return table
+
+
+def block_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return where the error of a set comes from: blocks in rows."""
+    title = f"{name}: by block; on the base model's inputs / on those of the model with all blocks replaced"
+    table = Table(title=title, title_justify="left")
+    for column in ("block", *(metric.title for metric in (ALONE, WON_BACK, *ON_BASE))):
+        table.add_column(column, justify="right")
+    for block, row in result["blocks"].items():
+        pairs = (f"{a.shown(row)} / {b.shown(row)}" for a, b in zip(ON_BASE, ON_SPLICED, strict=True))
+        table.add_row(block, ALONE.with_error(row), WON_BACK.with_error(row), *pairs)
+    return table
+
+
+def _metrics_table(title: str, results: Mapping[str, Any], metrics: Sequence[Metric]) -> Table:
+    """Return sets in rows with metrics in columns, with their standard errors."""
+    table = Table("set", title=title, title_justify="left")
+    for metric in metrics:
+        table.add_column(metric.title, justify="right")
+    for name, result in results.items():
+        table.add_row(name, *(metric.with_error(result) for metric in metrics))
+    return table
 
 
 def structure_table(results: Mapping[str, Any]) -> Table:

@@ -7,16 +7,17 @@ and the tokenizer, the generation config, a README
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCardData, save_torch_state_dict
 from torch import Tensor, nn
 
-from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
+from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import FORMAT
 from mxd.artifacts.provenance import versions
+from mxd.artifacts.sets import named_layers, only_set, sets_of
 from mxd.assets.modeling_spliced import FORWARDS
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError, printable, unknown
@@ -58,14 +59,16 @@ def export_model(
     code = _code(frozen)
     if not _replaceable(out):
         raise MxdError(f"{out} exists and holds something else; choose another folder.")
+    module: Any = frozen.module
+    base_size = _size(module.state_dict().values())
     with spliced(frozen, loaded, check=check), atomic_folder(out) as partial:
         mlps = {number: cast(SplicedMLP, frozen.mlp(number)) for number in loaded}
         config = _config(frozen, mlps, loaded)
         tensors = _tensors(frozen, config["mxd"]["blocks"], mlps)
-        module: Any = frozen.module
+        config["mxd"]["size"] = {"base": base_size, "spliced": _size(tensors.values())}
         save_torch_state_dict(tensors, partial, shared_tensors_to_discard=[*module.all_tied_weights_keys])
         (partial / CODE).write_text(code, encoding="utf-8")
-        (partial / "README.md").write_text(printable(_card(frozen, mlps)), encoding="utf-8")
+        (partial / "README.md").write_text(printable(_card(frozen, mlps, config["mxd"]["size"])), encoding="utf-8")
         module.generation_config.to_json_file(partial / "generation_config.json")
         if frozen.tokenizer is not None:
             frozen.tokenizer.save_pretrained(partial)
@@ -73,7 +76,9 @@ def export_model(
     return out
 
 
-def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str | Path) -> Path:
+def export_checkpoints(
+    model: str, checkpoints: Sequence[str | Path], out: str | Path, named: str | None = None
+) -> Path:
     """Load a base model and checkpoints that replace different blocks of it, and export them together.
 
     The model is loaded in the dtype the checkpoints were trained with, and, if they name the same model, at the
@@ -83,15 +88,12 @@ def export_checkpoints(model: str, checkpoints: Sequence[str | Path], out: str |
         model: the base model, as ``load_frozen`` takes it.
         checkpoints: layer folders, run folders, or Hub references to either.
         out: as in ``export_model``.
+        named: the set of layers to export (``sets_of``), where the checkpoints make several.
 
     Raises:
-        MxdError: a damaged checkpoint, two for the same block, different dtypes, or as ``export_model``.
+        MxdError: a damaged checkpoint, two for the same block, several sets, different dtypes, or as ``export_model``.
     """
-    loaded: dict[int, Trained] = {}
-    for trained in (layer for checkpoint in checkpoints for layer in load_layers(checkpoint).values()):
-        if (block := trained.provenance.block) in loaded:
-            raise MxdError(f"two checkpoints replace block {block}, {loaded[block].path} and {trained.path}; give one.")
-        loaded[block] = trained
+    loaded = only_set(sets_of(named_layers(checkpoints)), named)
     trained_on = {
         (t.provenance.revision if t.provenance.model == model else None, t.provenance.model_dtype)
         for t in loaded.values()
@@ -190,6 +192,22 @@ def _tensors(model: FrozenModel, blocks: str, mlps: Mapping[int, SplicedMLP]) ->
     return tensors
 
 
+def _size(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Return how many parameters tensors hold and in how many bytes; those that share memory count once."""
+    distinct = {tensor.data_ptr(): tensor for tensor in tensors}.values()
+    return {"parameters": sum(t.numel() for t in distinct), "bytes": sum(t.nbytes for t in distinct)}
+
+
+def exported_size(out: str | Path) -> str:
+    """Return how large an exported model's weights are beside those of its base model, as one line."""
+    return _size_line(read_json(Path(out) / "config.json")["mxd"]["size"])
+
+
+def _size_line(size: Mapping[str, Mapping[str, int]]) -> str:
+    own, base = (f"{of['parameters']:,} parameters in {of['bytes']:,} bytes" for of in (size["spliced"], size["base"]))
+    return f"{own}, {size['spliced']['bytes'] / size['base']['bytes']:.2f} times the base model's {base}"
+
+
 def _replaceable(out: Path) -> bool:
     """Whether exporting may write here: to a new path, an empty folder, or over an earlier export."""
     if not out.exists():
@@ -202,7 +220,7 @@ def _replaceable(out: Path) -> bool:
     return isinstance(config, dict) and config.get("architectures") == [MODEL_CLASS]
 
 
-def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
+def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP], size: Mapping[str, Mapping[str, int]]) -> str:
     data = ModelCardData(
         base_model=model.source if model.revision else None,  # only models from the Hub have a revision
         library_name="transformers",
@@ -220,7 +238,9 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP]) -> str:
 # {model.source} with sparse layers in place of MLPs
 
 Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`, revision {model.revision}.
-The layers answer at every position.
+The layers answer at every position, in {len(mlps)} of {model.num_blocks} blocks. {_kept(mlps)}
+
+Size: {_size_line(size)}.
 
 | block (from 0) | method | sparsity | units |
 |---|---|---|---|
@@ -236,3 +256,11 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder", trust_remote_co
 The code is `{CODE}`: plain PyTorch, to be read before it is trusted. `mxd` in `config.json` holds each layer's
 configuration and provenance. The licence is the base model's.
 """
+
+
+def _kept(mlps: Mapping[int, SplicedMLP]) -> str:
+    """Return in words which of the replaced MLPs are in the file: those whose output a layer reads."""
+    kept = [str(number) for number, mlp in mlps.items() if mlp.read(False, True)]
+    if not kept:
+        return "None of the MLPs they replace is in the file."
+    return f"The MLPs of blocks {', '.join(kept)} are in the file, since the layers there read their outputs."

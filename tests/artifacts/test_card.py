@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from variants import GENERAL
 
 from mxd.artifacts.card import Member, layer_card, license_of, set_card
-from mxd.artifacts.measured import Evaluation
+from mxd.artifacts.measured import Evaluation, Whole
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
@@ -204,6 +204,37 @@ def test_the_code_of_a_card_is_python_that_names_the_layer():
         compile(code, "card", "exec")
     assert 'mxd.load_layers("org/name@v1")  # or some of them: pattern="*-k3"' in set_card(members, "org/name@v1")
     assert 'mxd.from_pretrained("org/name/block3-mxd-k3@v1")' in set_card(members, "org/name@v1")
+
+
+def test_a_card_says_how_all_layers_of_a_kind_are_spliced_in_at_once():
+    run = [member(f"block{n}-mxd-k{k}", k=k, block=n) for n in (0, 1, 10) for k in (3, 4)]
+    card = set_card(run, "org/name@v1")
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    compile(code, "card", "exec")
+    assert 'mxd.load_layers("org/name@v1", "*-mxd-k3")  # 3 blocks at once' in code
+    others = ([run[0], run[1]], [run[0], member("other", k=3)], [run[0], member("block1-a-mxd-k3", "transcoder")])
+    for members in others:  # one block; a name that no pattern finds; one that finds another kind, too
+        assert "at once" not in set_card(members, "org/name").split("## What")[0]
+
+
+def test_what_was_measured_of_all_blocks_at_once_is_on_the_card():
+    run = [member(f"block{n}-mxd-k{k}", k=k, block=n) for n in (0, 1) for k in (3, 4)]
+    numbers = {"tokens": 5000, "ce_base": 3.5, "kl": 0.125, "kl_se": 0.0625, "top1_agreement": 0.75, "params": 99}
+    numbers |= {
+        "ce_increase": 0.25,
+        "ce_increase_se": 0.03125,
+        "alone_sum": 0.1875,
+        "around_special": {"ce_increase": 0.5},
+    }
+    sets = {f"mxd-k{k}": [m.replaced.model_dump() for m in run if m.config.sparsity.k == k] for k in (3, 4)}
+    results = {name: numbers | {"replacements": members} for name, members in sets.items()}
+    whole = Whole.model_validate({"model": "org/base", "data": MEASURED, "results": results})
+    card = set_card(run, whole=whole)
+    row = "+0.2500 ± 0.0312 | +0.5000 | 0.1250 ± 0.0625 | 75.0% | +0.1875 | 99 |"
+    assert [f"| mxd-k{k} | 2 | {row}" in card for k in (3, 4)] == [True, True]
+    assert "on 5,000 held-out tokens of org/text (test)" in card and "several layers spliced at once" not in card
+    part = set_card(run[:2], whole=whole)  # of which one layer is missing
+    assert "**All at once**" not in part and "several layers spliced at once" in part
 
 
 def test_a_set_is_listed_by_block_method_and_k():

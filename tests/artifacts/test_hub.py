@@ -27,8 +27,10 @@ from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
 from mxd.artifacts.folders import UnhashedWarning, find_layers
 from mxd.artifacts.hub import HubReference, cached_reference, reference_of
 from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.sets import name_of, named_layers, sets_of
 from mxd.artifacts.transfer import pull, push
 from mxd.common.errors import MxdError
+from mxd.evaluation.checkpoints import describe
 from mxd.layers.sparsity import TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import outline
@@ -779,11 +781,32 @@ def test_a_pulled_set_can_be_pushed_again(hub, run):
     assert weights[0] == weights[1] and len(weights[0]) == 4
 
 
+def test_a_wholly_replaced_model_goes_there_and_back_as_one_set(hub, run, gpt2, ids):
+    """All blocks, of two kinds; what was measured of them together goes along."""
+    for k in (4, 8):
+        save_layer(run / f"block2-tc-k{k}", make(k, 20 + k), provenance(gpt2, 2))
+    here = sets_of(named_layers([run]))
+    results = {}
+    for name, members in here.items():
+        known = [describe(trained) for trained in members.values()]
+        results[name] = {"tokens": 9, "ce_base": 3.5, "ce_increase": 0.25, "replacements": known}
+    (run / "whole.json").write_text(json.dumps({"model": "org/base", "data": {}, "results": results}))
+    revision = push(run, "org/whole").revision
+    assert "| tc-k8 | 3 | +0.2500 |" in hub.files("org/whole")["README.md"].decode()
+    pull(f"org/whole@{revision}", "mine")
+    for found in (sets_of(named_layers(["org/whole"])), sets_of(named_layers(["mine"]))):
+        assert {name: list(members) for name, members in found.items()} == {"tc-k4": [0, 1, 2], "tc-k8": [0, 1, 2]}
+        for name, members in found.items():
+            assert torch.equal(logits(gpt2, ids, members), logits(gpt2, ids, here[name]))
+    assert Path("mine/whole.json").read_bytes() == (run / "whole.json").read_bytes()
+    (run / "whole.json").write_text("{}")
+    with pytest.raises(MxdError, match=r"whole\.json is not what `mxd whole` writes"):
+        push(run, "org/whole")
+
+
 def test_names_of_downloaded_layers(hub, run, single):
     revision = push(run, "org/set").revision
     push(single, "org/one")
-    from mxd.evaluation.checkpoints import name_of
-
     assert [name_of(path) for path in find_layers("org/set", "block0-*")] == [
         "org/set/block0-tc-k4",
         "org/set/block0-tc-k8",

@@ -19,6 +19,7 @@ QUESTIONS = get_args(Question)
 SMALL = {
     "faithfulness": {"tokens": 256},
     "generation": {"limit": 6},
+    "whole": {"tokens": 256, "draws": 2, "limit": 6},
     "units": {"tokens": 512, "top": 2},
     "structure": {"tokens": 256},
     "probing": {"sets": ["gender"], "limit": 60},
@@ -59,9 +60,10 @@ def test_every_question_has_a_config_and_an_answer():
 @pytest.mark.long
 def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     folder = compare(run(tmp_path, list(QUESTIONS)))
-    names = {f"r/block1-{kind}" for kind in ("mxd-k2", "mxd-k4", "sae-k4")}
+    kinds = ("mxd-k2", "mxd-k4", "sae-k4")
     for question in QUESTIONS:
         document = json.loads((folder / f"{question}.json").read_text())
+        names = set(kinds) if question == "whole" else {f"r/block1-{kind}" for kind in kinds}
         assert names <= set(document["results"]), question
         assert document["model"] == "tiny-gpt2" and document["versions"], question
     assert json.loads((folder / "generation.json").read_text())["results"]["r/block1-mxd-k2"]["prompts"] == 6

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from oracles import check_reconstruction, log_softmax
 from variants import GENERAL
 
 from mxd.common.errors import MxdError
@@ -51,11 +52,6 @@ def layer_for(model: FrozenModel, method: str = "mxd", number: int = LAYER, k: i
         for parameter in layer.parameters():
             parameter += noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     return layer.eval()
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def patched_logits(model: FrozenModel, ids: torch.Tensor, replace) -> np.ndarray:
@@ -120,50 +116,6 @@ def test_every_metric_agrees_with_numpy(model: FrozenModel, rows: np.ndarray, me
     if some_excluded:
         assert found["ce_increase"] != found["around_special"]["ce_increase"]
     check_reconstruction(found["blocks"][str(LAYER)], layer, read[keep], y[keep])
-
-
-def check_reconstruction(found: dict, layer, read: torch.Tensor, y: torch.Tensor) -> None:
-    with torch.no_grad():
-        code = layer.encode(read)
-        hat = layer.decode(read, code).double().numpy()
-    dense = np.zeros((len(read), layer.num_units))
-    np.put_along_axis(dense, code.indices.numpy(), code.activations.numpy().astype(np.float64), 1)
-    target, bias = y.double().numpy(), layer.bias.detach().double().numpy()
-    error = ((target - hat) ** 2).sum(1)
-    assert found["normalized_mse"] == pytest.approx(
-        (error / target.shape[1] / np.linalg.norm(target, axis=1)).mean(), rel=1e-4
-    )
-    fvu = error.sum() / ((target - target.mean(0)) ** 2).sum()
-    assert found["fvu"] == pytest.approx(fvu, rel=1e-4)
-    assert found["explained_variance"] == pytest.approx(1 - fvu, abs=1e-3 * abs(fvu))
-    assert found["l0"] == pytest.approx((dense > 0).sum(1).mean())
-    assert found["dead_share"] == pytest.approx(((dense > 0).sum(0) == 0).mean())
-    mean_gate = decode_dense(layer, read, np.broadcast_to(dense.mean(0), dense.shape))
-    leading = np.zeros_like(dense)
-    n = (dense > 0).sum(0).argmax()
-    leading[:, n] = dense[:, n]
-    shared = decode_dense(layer, read, leading)
-    size_of = ((hat - bias) ** 2).sum()
-    assert found["routed_share"] == pytest.approx(((hat - mean_gate) ** 2).sum() / size_of, rel=1e-3)
-    assert found["shared_share"] == pytest.approx(((shared - bias) ** 2).sum() / size_of, rel=1e-3, abs=1e-6)
-    gate_error = ((target - mean_gate) ** 2).mean(1) / np.linalg.norm(target, axis=1)
-    assert found["nmse_mean_gate"] == pytest.approx(gate_error.mean(), rel=1e-3)
-    total = dense.sum(1, keepdims=True)
-    p = np.divide(dense, total, out=np.zeros_like(dense), where=total > 0)
-    entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(1)
-    assert found["effective_units"] == pytest.approx(np.where(total[:, 0] > 0, np.exp(entropy), 0).mean(), rel=1e-4)
-
-
-def decode_dense(layer, read: torch.Tensor, dense: np.ndarray) -> np.ndarray:
-    """Sum every unit's output times its activation, from the units' own view, plus what no unit explains."""
-    from mxd.layers import Code
-
-    zero = Code(torch.zeros(len(read), 1), torch.zeros(len(read), 1, dtype=torch.int64))
-    with torch.no_grad():
-        out = layer.decode(read, zero).double().numpy()
-        for n in np.flatnonzero(dense.sum(0)):
-            out = out + dense[:, n : n + 1] * layer.unit_output(int(n), read).double().numpy()
-    return out
 
 
 def test_the_base_mlp_itself_is_perfectly_faithful(model: FrozenModel, rows: np.ndarray) -> None:
@@ -310,8 +262,13 @@ def test_checkpoints_end_to_end(tmp_path: Path) -> None:
     assert first["seed"] == 0 and other["seed"] == 1 and first["ce_base"] != other["ce_base"]
     by_path = evaluate(subject.base, {"a": {1: pair[0]}, "b": {1: str(pair[0])}}, subject.contexts(), 512)
     assert by_path["a"] == by_path["b"] and by_path["a"]["ce_base"] == first["ce_base"]
-    with pytest.raises(MxdError, match="two checkpoints replace block 1"):
-        answer(open_checkpoints([folder]), how, together=True)
+    sets = answer(open_checkpoints([folder], {"context": 64}), how, together=True)["results"]
+    assert {name: [r["block"] for r in found["replacements"]] for name, found in sets.items()} == {
+        "mxd-k2": [1, 2],
+        "mxd-k4": [1, 2],
+    }
+    alone = answer(open_checkpoints(sorted(folder.glob("*-k4")), {"context": 64}), how, together=True)
+    assert alone["results"]["mxd-k4"] == sets["mxd-k4"]
     with pytest.raises(MxdError, match="other weights there"):
         answer(open_checkpoints([folder / "block1-mxd-k2"], model="tiny-neox"), how)
     with pytest.raises(MxdError, match="no checkpoint"):

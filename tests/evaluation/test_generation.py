@@ -423,10 +423,10 @@ def test_checkpoints_continue_openings_of_held_out_texts_and_say_what_of(trained
 
 def test_one_prompt_is_continued_whole(trained_gpt2):
     found = answer(subject(trained_gpt2, 1, LAYER, bos=False), GenerationConfig(tokens=3), True, TEXTS[0])
-    assert list(found["results"]) == ["together"]
-    (example,) = found["results"]["together"]["examples"]
+    assert list(found["results"]) == ["tc-k8"]
+    (example,) = found["results"]["tc-k8"]["examples"]
     assert example["prompt_text"] == TEXTS[0]
     assert example["prompt"] == trained_gpt2.tokenizer(TEXTS[0])["input_ids"]
-    assert len(found["results"]["together"]["replacements"]) == 2
+    assert len(found["results"]["tc-k8"]["replacements"]) == 2
     with pytest.raises(MxdError, match="no prompts"):
         answer(subject(trained_gpt2, LAYER), prompt="  ")

@@ -64,6 +64,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
     makers = {
         "faithfulness": evaluated,
         "generation": generated,
+        "whole": replaced_whole,
         "structure": structured,
         "units": looked_at,
         "probing": probed,
@@ -72,7 +73,8 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "purging": purged,
     }
     for kind, make in makers.items():
-        results = {name: make(rng, short, n) for n, (name, short) in enumerate(names.items())}
+        made = {f"mxd-k{k}": f"block1-mxd-k{k}" for k in ks} if kind == "whole" else names
+        results = {name: make(rng, short, n) for n, (name, short) in enumerate(made.items())}
         if kind == "probing":
             results["MLP neurons, block 1"] = probed(rng, "", 3)
         data = {"source": "made-up text", "split": "validation"}
@@ -136,6 +138,40 @@ def generated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "prompts": 64,
         "new_tokens": 32,
         "examples": [example],
+    }
+
+
+def predicted(increase: float) -> dict[str, float]:
+    return {"ce_increase": increase, "ce_increase_se": 0.001, "kl": 0.02, "kl_se": 0.001, "top1_agreement": 0.95}
+
+
+def replaced_whole(rng: Any, name: str, n: int) -> dict[str, Any]:
+    """Of three blocks, 1, 2 and 4."""
+    example = generated(rng, name, n)
+    garbage = {"repeated": 0.25, "repeated_se": 0.05, "base_ce": 2.5, "base_ce_se": 0.125}
+    drawn = {"ce_increase": 0.07, "low": 0.06, "high": 0.08, "kl": 0.02, "top1_agreement": 0.9, "drawn": [0.06, 0.08]}
+    orders = {"bottom": [[1, 2, 4]], "top": [[4, 2, 1]], "random": [[2, 1, 4], [4, 1, 2]]}
+    points = {"bottom": [predicted(0.01 * i) for i in range(3)], "top": [predicted(0.02)] * 3, "random": [drawn] * 3}
+    site = evaluated(rng, name, n)["blocks"]["1"]
+    blocks = {}
+    for i, block in enumerate((1, 2, 4)):
+        without = predicted(0.03) | {"won_back": 0.125 * (i + 1), "won_back_se": 0.0625}
+        more = {"spliced": site | {"normalized_mse": 0.02}, "alone": predicted(0.0625 * (i + 1)), "without": without}
+        blocks[str(block)] = site | more
+    what = evaluated(rng, name, n)["replacements"][0]
+    return {
+        **predicted(0.5 + n),
+        "tokens": 1000,
+        "ce_base": 3.5,
+        "ce_base_se": 0.1,
+        "around_special": predicted(0.375),
+        "alone_sum": 0.25,
+        "alone_sum_se": 0.0625,
+        "params": 27,
+        "by_number": {"numbers": [1, 2, 3]} | {k: {"orders": orders[k], "points": points[k]} for k in orders},
+        "blocks": blocks,
+        "generation": example | {"garbage": garbage, "garbage_base": garbage | {"base_ce": 1.25}},
+        "replacements": [what | {"block": block} for block in (1, 2, 4)],
     }
 
 

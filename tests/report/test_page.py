@@ -20,7 +20,7 @@ from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.replacements import usual
 from mxd.report.run import read_run
-from mxd.report.sections import faithfulness, masking, similarity, units
+from mxd.report.sections import faithfulness, masking, similarity, units, whole
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 
@@ -87,6 +87,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
     titles = {
         "faithfulness": {"faithfulness"},
         "generation": {"generation"},
+        "whole": {"whole"},
         "structure": {"structure"},
         "units": {"units", "similarity"},
         "probing": {"probing"},
@@ -279,6 +280,28 @@ def test_of_several_k_units_are_shown_at_the_one_nearest_to_32(tmp_path):
     run = read_run(fill(tmp_path / "k", ks=(4, 64, 100)))
     assert {r.k for r, _ in usual(run.results("generation"))} == {64}
     assert len(run.results("generation")) == 9
+
+
+def test_the_whole_model_is_drawn_by_number_of_blocks_and_by_block(run):
+    parts = whole.section(read_run(run)).parts
+    by_number, by_block = (part for part in parts if part.kind == "figure")
+    assert [panel.title for panel in by_number.panels] == ["mxd-k8", "mxd-k32"]
+    assert [key.label for key in by_number.keys] == ["from the bottom", "from the top", "random order"]
+    alt, drawing = by_number.panels[0].alt, by_number.panels[0].drawing
+    assert drawing.count('class="interval"') == 1 and drawing.count('class="bar"') == 2
+    assert "from the bottom: 0 at 1, 0.02 at 3; from the top: 0.02 at 1, 0.02 at 3; random order: 0.07 at 1" in alt
+    first, errors, *_ = by_block.panels
+    assert "replaced alone: 0.0625 at 1, 0.188 at 4" in first.alt and "won back: 0.125 at 1, 0.375 at 4" in first.alt
+    assert "base inputs: 0.01 at 1, 0.01 at 4; spliced inputs: 0.02 at 1, 0.02 at 4" in errors.alt
+    numbers = next(part for part in parts if part.kind == "table" and len(part.rows) == 6)
+    assert [cell.text for cell in numbers.rows[0]] == [
+        "mxd-k8, from the bottom", "+0.0000 ± 0.0010", "+0.0100 ± 0.0010", "+0.0200 ± 0.0010",
+    ]  # fmt: skip
+    assert [cell.text for cell in numbers.rows[2]][1:] == ["+0.0700 (+0.0600 to +0.0800)"] * 3
+    (told,) = (part for part in parts if part.kind == "diffs")
+    (_, shown, source), *_ = told.diffs[0].rows
+    assert [(p.how, p.text) for p in shown] == [("same", " the"), ("added", f" dog{EVIL} sat")]
+    assert source == "whole.json#/results/mxd-k8/generation/examples/0"
 
 
 def test_a_diff_gives_back_both_texts():

@@ -1,6 +1,7 @@
 """Every method has a look of its own, and figures of faithfulness against anything draw the numbers of the file."""
 
 import json
+import math
 import re
 from itertools import combinations
 from pathlib import Path
@@ -171,3 +172,32 @@ def test_what_has_no_account_is_no_point_among_decompositions(changed):
     assert [panel.alt.split(" against ")[1].split(".")[0] for panel in found["What faithfulness costs"].panels] == [
         "active parameters a token"
     ]
+
+
+def test_bars_stand_on_zero_side_by_side_and_hang_below_it():
+    """The heights are in proportion, and each is where its place is."""
+    keys = list(slots(["a", "b"]).values())
+    heights = ((0.0, 2.0), (1.0, -1.0), (4.0, 4.0))
+    first = svg.Line(keys[0], [svg.Point(x, y, y - 0.5, y + 0.5, f"f#/{x:g}") for x, y in heights])
+    second = svg.Line(Key("b", 3, "s", 1), [svg.Point(0.0, 1.0), svg.Point(1.0, math.nan), svg.Point(4.0, 1.0)])
+    panel = svg.bars("t", svg.Axis("block"), svg.Axis("y"), [first, second])
+    shapes = re.findall(
+        r'<rect class="column( hollow)?" x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"/>', panel.drawing
+    )
+    found = [(hollow, *map(float, numbers)) for hollow, *numbers in shapes]
+    assert [bool(hollow) for hollow, *_ in found] == [False] * 3 + [True] * 2
+    (_, x0, y0, width, h0), (_, x1, y1, _, h1), (_, x4, y4, _, h4), (_, b0, _, _, hb0), _ = found
+    assert h4 == pytest.approx(2 * h0, abs=0.3) and h1 == pytest.approx(h0 / 2, abs=0.3) == pytest.approx(hb0, abs=0.3)
+    assert y0 + h0 == pytest.approx(y1, abs=0.2) == pytest.approx(y4 + h4, abs=0.2)  # zero: -1 hangs from it
+    assert (
+        b0 == pytest.approx(x0 + width, abs=0.2)
+        and 10 < width < (x1 - x0) / 2
+        and x4 - x0 == pytest.approx(4 * (x1 - x0), abs=0.5)
+    )
+    assert panel.drawing.count('class="bar"') == 3 and 'data-source="f#/4"' in panel.drawing
+    assert "a: 2 at 0, 4 at 4; b: 1 at 0, 1 at 4" in panel.alt
+    assert "a, 1: -1 (f#/1)" in panel.drawing
+    high = [svg.Point(0.0, 7.0), svg.Point(1.0, 8.0)]  # bars stand on zero, even where all are far from it
+    drawn = svg.bars("t", svg.Axis("block"), svg.Axis("y"), [svg.Line(keys[0], high)]).drawing
+    heights = [float(height) for height in re.findall(r'<rect .*? height="(.*?)"/>', drawn)]
+    assert heights[0] == pytest.approx(7 / 8 * heights[1], abs=0.2)

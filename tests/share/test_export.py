@@ -307,9 +307,36 @@ def test_a_replaced_mlp_is_written_only_where_something_reads_it(gpt2, ids, tmp_
     tensors = load_file(export_model(gpt2, layers, tmp_path / "plain") / "model.safetensors")
     kept = {name.split(".mlp.")[0] for name in tensors if ".mlp.original." in name}
     assert kept == {"transformer.h.1"}
+    card = (tmp_path / "plain" / "README.md").read_text()
+    assert "in 2 of 3 blocks. The MLPs of blocks 1 are in the file, since the layers there read their outputs." in card
     assert not any(name.startswith("transformer.h.0.mlp.c_") for name in tensors)
     assert "lm_head.weight" not in tensors  # tied
     assert torch.equal(tensors["transformer.h.1.mlp.original.c_fc.weight"], gpt2.mlp(1).c_fc.weight)
+
+
+def test_a_wholly_replaced_model_holds_no_mlp_of_the_base(family, ids, tmp_path):
+    """Its size, and the base model's, count what is tied once."""
+    layers = {n: replacement(family, n, variant, seed=n) for n, variant in enumerate(("mxd", "transcoder-skip", "mxd"))}
+    before = {name: tensor.clone() for name, tensor in family.module.state_dict().items()}
+    folder = export_model(family, layers, tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    mlps = {name for name, module in family.module.named_modules() if module in map(family.mlp, layers)}
+    replaced = {name for name in before if name.rpartition(".mlp.")[0] + ".mlp" in mlps}
+    assert len(mlps) == family.num_blocks and len(replaced) >= 3 * 3
+    assert not replaced & set(tensors) and not [name for name in tensors if ".original." in name]
+    assert not [n for n, t in tensors.items() for m in replaced if t.shape == before[m].shape and t.equal(before[m])]
+    module = load(folder)
+    with spliced(family, layers):
+        torch.testing.assert_close(logits_of(module, ids), family.logits(ids), atol=1e-5, rtol=1e-5)
+    size = json.loads((folder / "config.json").read_text())["mxd"]["size"]
+    numbers = {
+        "base": sum(parameter.numel() for parameter in family.module.parameters()),
+        "spliced": sum(tensor.numel() for tensor in tensors.values()),
+    }
+    assert size == {key: {"parameters": n, "bytes": 4 * n} for key, n in numbers.items()}
+    card = (folder / "README.md").read_text()
+    assert "in 3 of 3 blocks. None of the MLPs they replace is in the file." in card
+    assert f"{numbers['spliced']:,} parameters in {4 * numbers['spliced']:,} bytes, " in card
 
 
 def test_provenance_is_in_the_config_and_the_model_stays_as_it_was(gpt2, ids, tmp_path):
@@ -449,6 +476,9 @@ def checkpoints(trained_gpt2, tmp_path):
 def test_checkpoints_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_path, capsys):
     code, out, _ = command(capsys, "export-model", "tiny-gpt2", checkpoints, tmp_path / "out")
     assert code == 0 and f"done: {tmp_path / 'out'}" in out
+    assert re.search(
+        r"^size: [\d,]+ parameters in [\d,]+ bytes, \d\.\d\d times the base model's [\d,]+ param", out, re.M
+    )
     layers = {number: mxd.load_layer(checkpoints / f"block{number}") for number in (1, 2)}
     with spliced(trained_gpt2, layers):
         expected = trained_gpt2.logits(ids)
@@ -459,7 +489,8 @@ def test_checkpoints_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_p
     ("words", "message"),
     [
         (["tiny-gpt2", "OUT"], "MODEL CHECKPOINT... OUT"),
-        (["tiny-gpt2", "RUN/block1", "RUN/block1", "OUT"], "two checkpoints replace block 1"),
+        (["tiny-gpt2", "RUN/block1", "RUN/block1", "OUT"], "two checkpoints are called run/block1"),
+        (["tiny-gpt2", "RUN", "OUT", "--set", "tc-k6"], "no set of layers 'tc-k6'; choose one with --set: mxd-k6"),
         (["tiny-llama", "RUN/block1", "OUT"], "other weights there"),
         (["tiny-gpt2", "nowhere", "OUT"], "no checkpoint at"),
         (["no-such-model", "RUN", "OUT"], "cannot load base model"),
@@ -472,6 +503,18 @@ def test_mistakes_on_the_command_line(checkpoints, tmp_path, capsys, words, mess
     code, _, err = command(capsys, "export-model", *words)
     assert code == 1 and message in err
     assert not (tmp_path / "out").exists()
+
+
+def test_one_of_several_sets_from_the_command_line(checkpoints, trained_gpt2, ids, tmp_path, capsys):
+    for number in (1, 2):
+        layer = replacement(trained_gpt2, number, seed=number)
+        save_layer(checkpoints / f"other{number}", layer, trained_on(trained_gpt2, number, layer).provenance)
+    code, _, err = command(capsys, "export-model", "tiny-gpt2", checkpoints, tmp_path / "out")
+    assert code == 1 and "there are several sets of layers; choose one with --set: mxd-k6, tc-k6." in err
+    code, _, _ = command(capsys, "export-model", "tiny-gpt2", checkpoints, tmp_path / "out", "--set", "tc-k6")
+    with spliced(trained_gpt2, {n: mxd.load_layer(checkpoints / f"other{n}") for n in (1, 2)}):
+        expected = trained_gpt2.logits(ids)
+    torch.testing.assert_close(logits_of(load(tmp_path / "out"), ids), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_checkpoints_of_different_dtypes_are_refused(trained_gpt2, tmp_path):

@@ -1,7 +1,7 @@
 """Does it write what the base model writes? Curves, numbers, and the first continuations side by side."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mxd.metrics import AGREED, AGREED_SE, MATCH
 from mxd.report.parts import (
@@ -79,21 +79,34 @@ def _table(results: Results, new_tokens: int) -> Table:
 
 def _diffs(results: Results) -> list[Part]:
     """Show the continuations of the first prompts."""
-    examples = [(r, example) for r, n in results for example in list(n["examples"])[:PROMPTS]]
-    prompts = dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples)
+    caption = (
+        "On top what the base model writes; then, for each splice, what is the same, what it leaves out and what it "
+        "writes instead. After figures 8 and 9 of the MxD paper."
+    )
+    return continuations(results, PROMPTS, pieces, caption)
+
+
+def continuations(
+    results: Results, prompts: int, told: Callable[[list[str], list[str]], Iterable[Piece]], caption: str
+) -> list[Part]:
+    """Show continuations side by side; nothing where there are none.
+
+    Args:
+        results: replacements with their ``examples``.
+        prompts: how many are shown, at most.
+        told: what is shown of the base model's tokens and the spliced model's.
+        caption: what follows the number of prompts.
+    """
+    examples = [(r, example) for r, n in results for example in list(n["examples"])[:prompts]]
     diffs = []
-    for prompt in prompts:
+    for prompt in dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples):
         here = [(r, example) for r, example in examples if tuple(example["prompt"].numbers()) == prompt]
         first = here[0][1]
         base = _tokens(first, "base")
-        rows = [(r.label, list(pieces(base, _tokens(e, "spliced"))), e.source) for r, e in here]
+        rows = [(r.label, list(told(base, _tokens(e, "spliced"))), e.source) for r, e in here]
         text = first.get("prompt_text")
         diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
-    caption = (
-        f"The first prompts ({len(diffs)}). On top what the base model writes; then, for each splice, what is the "
-        "same, what it leaves out and what it writes instead. After figures 8 and 9 of the MxD paper."
-    )
-    return [Diffs(caption, diffs)] if diffs else []
+    return [Diffs(f"The first prompts ({len(diffs)}). {caption}", diffs)] if diffs else []
 
 
 def _tokens(example: Node, which: str) -> list[str]:
