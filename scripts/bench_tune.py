@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def steps(
     ids = torch.randint(base.vocabulary, (contexts, context))
     tuned = TunedSet.of("all", trainees, base)
     loop = object.__new__(TuneLoop)  # without what saves and reports: a step needs none of it
-    loop.config, loop.base, loop.trainees, loop.processes, loop.step = config, base, trainees, ALONE, 0
+    loop.phase = SimpleNamespace(config=config)
+    loop.base, loop.trainees, loop.processes, loop.step = base, trainees, ALONE, 0
     loop.how, loop.sets, loop.excluded, loop.unembedding = how, [tuned], (), Unembedding.of(base, ids[:1, :8])
     batch = Batch({}, ids.flatten(), {}, Cursor())
     splice = Splice(base, {trainee.number: trainee.layer for trainee in trainees}, check=False)
