@@ -63,7 +63,7 @@ class Code:
 
     def active_count(self) -> Int[Tensor, ""]:
         """Return the number of active units, summed over tokens."""
-        return (self.activations > 0).sum()
+        return torch.count_nonzero(self.activations > 0)
 
     def active_units(self, units: int) -> Bool[Tensor, " units"]:
         """Return which units are active at any token."""

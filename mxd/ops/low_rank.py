@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
+from mxd.ops.shares import in_shares
 from mxd.ops.sparse import DEVICES, Selection, linear_at, sparse_decode
+
+GATHER = 40
+"""Ranks whose products take as long as gathering and adding a token's rows, measured at a width of 768."""
 
 
 def low_rank_mixture(
@@ -59,38 +63,63 @@ class _LowRankMixture(torch.autograd.Function):
         firsts: Sequence[int],
         selection: Selection,
     ) -> Tensor:
-        ctx.firsts, ctx.selection, kept = firsts, selection, []
-        out = x.new_zeros(len(x), up.shape[1])
+        groups = list(selection.groups(indices, len(firsts) - 1))
+        ctx.firsts, ctx.groups = firsts, groups
+        kept: list[Any] = [None] * len(groups)
         flat = values.reshape(-1, 1)
-        for unit, places, tokens in selection.groups(indices, len(firsts) - 1):
-            own = slice(firsts[unit], firsts[unit + 1])
-            kept.append(x.index_select(0, tokens) @ down[own].T)
-            out.index_add_(0, tokens, (kept[-1] * flat.index_select(0, places)) @ up[own])
-        ctx.save_for_backward(x, values, indices, down, up, *kept)
-        return out
+
+        def work(share: Sequence[int]) -> Tensor:
+            out = x.new_zeros(len(x), up.shape[1])
+            for number in share:
+                unit, places, tokens = groups[number]
+                own = slice(firsts[unit], firsts[unit + 1])
+                kept[number] = x.index_select(0, tokens) @ down[own].T
+                out.index_add_(0, tokens, (kept[number] * flat.index_select(0, places)) @ up[own])
+            return out
+
+        outputs = in_shares(work, _costs(groups, firsts), x.device)
+        ctx.save_for_backward(x, values, down, up, *kept)
+        return _total(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, indices, down, up, *kept = ctx.saved_tensors
+        x, values, down, up, *kept = ctx.saved_tensors
         grad, flat = grad.contiguous(), values.reshape(-1, 1)
-        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        grad_values = torch.zeros_like(flat)
-        grad_down, grad_up, done = torch.empty_like(down), torch.empty_like(up), 0
-        groups = ctx.selection.groups(indices, len(ctx.firsts) - 1)
-        for hidden, (unit, places, tokens) in zip(kept, groups, strict=True):
-            own = slice(ctx.firsts[unit], ctx.firsts[unit + 1])
+        grad_values, grad_down, grad_up = torch.zeros_like(flat), torch.empty_like(down), torch.empty_like(up)
+        groups, firsts, needs_x = ctx.groups, ctx.firsts, ctx.needs_input_grad[0]
+        for unit in set(range(len(firsts) - 1)).difference(unit for unit, _, _ in groups):  # no token used it
             for table in (grad_down, grad_up):
-                table[done : own.start] = 0  # of units that no token used
-            done = own.stop
-            rows, upstream = x.index_select(0, tokens), grad.index_select(0, tokens)
-            activation = flat.index_select(0, places)
-            back = upstream @ up[own].T  # the gradient of the hidden state, per unit of activation
-            grad_values.index_copy_(0, places, (back * hidden).sum(1, keepdim=True))
-            torch.mm((hidden * activation).T, upstream, out=grad_up[own])
-            torch.mm((back := back * activation).T, rows, out=grad_down[own])
-            if grad_x is not None:
-                grad_x.index_add_(0, tokens, back @ down[own])
-        for table in (grad_down, grad_up):
-            table[done:] = 0
+                table[firsts[unit] : firsts[unit + 1]] = 0
+
+        def work(share: Sequence[int]) -> Tensor:
+            grad_x = x.new_zeros(x.shape if needs_x else 0)
+            for number in share:
+                unit, places, tokens = groups[number]
+                own, hidden = slice(firsts[unit], firsts[unit + 1]), kept[number]
+                rows, upstream = x.index_select(0, tokens), grad.index_select(0, tokens)
+                activation = flat.index_select(0, places)
+                back = upstream @ up[own].T  # the gradient of the hidden state, per unit of activation
+                grad_values.index_copy_(0, places, (back * hidden).sum(1, keepdim=True))
+                torch.mm((hidden * activation).T, upstream, out=grad_up[own])
+                torch.mm((back := back * activation).T, rows, out=grad_down[own])
+                if needs_x:
+                    grad_x.index_add_(0, tokens, back @ down[own])
+            return grad_x
+
+        gradients = in_shares(work, _costs(groups, firsts), x.device)
+        grad_x = _total(gradients) if needs_x else None
         return grad_x, grad_values.view_as(values), None, grad_down, grad_up, None, None
+
+
+def _costs(groups: Sequence[tuple[int, Tensor, Tensor]], firsts: Sequence[int]) -> list[int]:
+    """Return about what each unit takes: its tokens times its rank and what gathering a row costs beside it."""
+    return [len(tokens) * (firsts[unit + 1] - firsts[unit] + GATHER) for unit, _, tokens in groups]
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """Add up what the shares made, in place."""
+    total, *others = parts
+    for part in others:
+        total += part
+    return total

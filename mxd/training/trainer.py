@@ -153,7 +153,7 @@ def keep_freed_memory() -> None:
         try:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(-4, 0)  # M_MMAP_MAX: no allocation has a mapping of its own
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap's end is not handed back
+            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap's end is never handed back
         except (OSError, AttributeError):
             pass
 
