@@ -310,3 +310,51 @@ def test_bench_step_of_every_layer(bench_step: ModuleType) -> None:
         row["floors"]["train"] = {"products": 1e-9, "floor": 1e-9}
         (line,) = bench_step.missed(row)
         assert line.endswith("2.00" if "Monet" in line else "1.30")
+
+
+def together(folder: Path, increase: float, nmse: tuple[float, float], gate: tuple[float, float]) -> Path:
+    """A run whose set was measured."""
+    blocks = {
+        str(n): {"normalized_mse": e, "nmse_mean_gate": g, "nmse_fixed_directions": 2 * e, "dead_share": 0.1 * n}
+        for n, (e, g) in enumerate(zip(nmse, gate, strict=True))
+    }
+    found = {"ce_increase": increase, "kl": increase / 2, "top1_agreement": 0.9, "blocks": blocks}
+    found["by_context"] = {"tokens": [7, 8]}
+    folder.mkdir()
+    document = {"model": "tiny-gpt2", "results": {"mxd-k8": found}}
+    folder.joinpath("faithfulness-together.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    first = [together(tmp_path / f"a{n}", 0.2, (0.1, 0.2), (0.4, 0.4)) for n in range(2)]
+    tuned = [together(tmp_path / f"b{n}", 0.1 * n, (0.1, 0.4), (0.4, 0.6)) for n in range(1, 3)]
+    stages = [f"{name}={runs[0]},{runs[1]}" for name, runs in (("separate", first), ("tuned", tuned))]
+    before, after = run(monkeypatch, tmp_path, "whole", *stages, "--markdown")
+    assert before["metrics"]["beside_first"] == {"mean": 1, "low": 1, "high": 1}
+    assert after["metrics"]["beside_first"] == pytest.approx({"mean": 0.75, "low": 0.5, "high": 1.0})
+    assert after["metrics"]["normalized_mse"]["mean"] == pytest.approx(0.25)
+    assert after["metrics"]["nmse_mean_gate"]["low"] == pytest.approx(0.75)  # of block 1: 0.6 / 0.4 for 0.4 / 0.2
+    assert after["metrics"]["nmse_fixed_directions"]["low"] == pytest.approx(1)
+    assert after["metrics"]["dead_share"]["high"] == pytest.approx(0.1)
+    assert "| mxd-k8 | tuned | +0.150 (+0.100 to +0.200) | 0.75 |" in capsys.readouterr().out
+
+
+def test_whole_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = together(tmp_path / "a", 0.2, (0.1, 0.2), (0.4, 0.4))
+    other = together(tmp_path / "b", 0.2, (0.1, 0.2), (0.4, 0.4))
+    file = other / "faithfulness-together.json"
+    for change, message in (
+        (("7", "9"), "different text"),
+        (("tiny-gpt2", "x"), "base models"),
+        (("mxd", "tc"), "no mxd"),
+    ):
+        text = file.read_text()
+        file.write_text(text.replace(*change))
+        with pytest.raises(SystemExit, match=message):
+            run(monkeypatch, tmp_path, "whole", f"a={first}", f"b={other}", "--markdown")
+        file.write_text(text)
+    with pytest.raises(SystemExit, match="evaluate"):
+        run(monkeypatch, tmp_path, "whole", f"a={tmp_path}", "--markdown")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, "whole", "runs", "--markdown")
