@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def meter(run: Callable[[], Any]) -> Cost:
 
     Code that asks a meta tensor for its number gets 0, and for a truth value ``True``.
     """
-    with _Meter() as costs, FlopCounterMode(display=False) as counter:
+    with _Meter() as costs:
         run()
     return Cost(
-        flops=counter.get_total_flops(),
+        flops=costs.flops,
         rounded=costs.rounded,
         sparse=costs.sparse,
         moved=costs.moved,
@@ -94,11 +94,15 @@ _BAGS = {_aten._embedding_bag, _aten._embedding_bag_forward_only, _aten._embeddi
 
 
 class _Meter(TorchDispatchMode):
-    """Sees every operation, also those of the backward pass."""
+    """Sees every operation, also those of the backward pass.
+
+    It counts FLOPs by torch's formulas, but not with its ``FlopCounterMode``, under which no gradient can be taken
+    within a function that autograd runs, as a sum in tiles does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.rounded = self.sparse = self.moved = self.largest = self.gathered = 0
+        self.flops = self.live = self.peak = self.rounded = self.sparse = self.moved = self.largest = self.gathered = 0
         self.products: Counter[Product] = Counter()
         self.sizes: dict[int, int] = {}
 
@@ -112,8 +116,10 @@ class _Meter(TorchDispatchMode):
         outputs = list(_tensors(out))
         for tensor in outputs:
             self.hold(tensor)
-        if func.overloadpacket in flop_registry and outputs[0].dtype is torch.bfloat16:
-            self.rounded += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        if func.overloadpacket in flop_registry:
+            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+            self.flops += flops
+            self.rounded += flops if outputs[0].dtype is torch.bfloat16 else 0
         if func.overloadpacket in _PRODUCTS:
             left, right = (Factor(tuple(t.shape), t.stride(), t.dtype) for t in list(_tensors(args))[-2:])
             self.products[left, right] += 1
