@@ -1,6 +1,6 @@
 """Sets: layers of different blocks that are spliced in together. A run holds one for each kind of layer it trains."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import find_layers
 from mxd.artifacts.hub import cached_reference
 from mxd.common.errors import MxdError
+from mxd.layers import ReplacementConfig
 
 MIXED = "together"
 """The name of a set of layers of several kinds, one for each block."""
@@ -40,11 +41,7 @@ def name_of(path: Path) -> str:
 
 
 def sets_of(layers: Mapping[str, Trained]) -> dict[str, Set]:
-    """Return the sets that layers make, by name; a set's blocks are in order.
-
-    Where each layer has a block of its own they are one set. Otherwise layers of one kind are: of one method and form
-    with one sparsity, as ``ReplacementConfig.slug`` says (``mxd-k32``). Layers of one kind for the same block are told
-    apart by their runs, ``RUN/mxd-k32``.
+    """Return the sets that layers make, by name (``set_names``); a set's blocks are in order.
 
     Args:
         layers: name -> layer, where a name is ``RUN/FOLDER``.
@@ -52,14 +49,53 @@ def sets_of(layers: Mapping[str, Trained]) -> dict[str, Set]:
     Raises:
         MxdError: two layers of one kind and run replace the same MLP.
     """
-    kinds = sorted({_kind(name, trained) for name, trained in layers.items()})
-    blocks = {trained.provenance.block for trained in layers.values()}
-    if len(blocks) == len(layers):
-        return _grouped(layers, lambda *_: kinds[0] if len(kinds) == 1 else MIXED)
+    named = set_names({name: (own.provenance.block, own.layer.config) for name, own in layers.items()})
+    return {key: {block: layers[name] for block, name in members.items()} for key, members in named.items()}
+
+
+def set_names(layers: Mapping[str, tuple[int, ReplacementConfig]]) -> dict[str, dict[int, str]]:
+    """Return set -> block -> name of a layer; a set's blocks are in order.
+
+    Where each layer has a block of its own they are one set. Otherwise layers of one kind are: of one method and form
+    with one sparsity, as ``ReplacementConfig.slug`` says (``mxd-k32``). Layers of one kind for the same block are told
+    apart by their runs, ``RUN/mxd-k32``.
+
+    Args:
+        layers: name -> block and config, where a name is ``RUN/FOLDER`` or, for layers of one run, ``FOLDER``.
+
+    Raises:
+        MxdError: two layers of one kind and run replace the same MLP.
+    """
+    kinds = {name: config.slug for name, (_, config) in layers.items()}
+    distinct = sorted(set(kinds.values()))
+    if len({block for block, _ in layers.values()}) == len(layers):
+        return _grouped(layers, dict.fromkeys(layers, distinct[0] if len(distinct) == 1 else MIXED))
     try:
-        return _grouped(layers, _kind)
+        return _grouped(layers, kinds)
     except MxdError:
-        return _grouped(layers, lambda name, trained: f"{name.rpartition('/')[0]}/{_kind(name, trained)}")
+        return _grouped(layers, {name: f"{name.rpartition('/')[0]}/{kind}" for name, kind in kinds.items()})
+
+
+def base_model(layers: Mapping[str, Trained]) -> tuple[str, str | None, str]:
+    """Return the source, revision and dtype of the base model whose MLPs all of some layers replace.
+
+    Args:
+        layers: name -> layer.
+
+    Raises:
+        MxdError: they are of several base models; the message names a layer of each.
+    """
+    found: dict[tuple[str, str | None, str], str] = {}
+    for name, trained in layers.items():
+        about = trained.provenance
+        found.setdefault((about.model, about.revision, about.model_dtype), name)
+    if len(found) > 1:
+        listed = ", ".join(
+            f"{name} {model}{f' at {revision}' if revision else ''} in {dtype}"
+            for (model, revision, dtype), name in found.items()
+        )
+        raise MxdError(f"the layers replace MLPs of different base models: {listed}; give those of one.")
+    return next(iter(found))
 
 
 def only_set(sets: Mapping[str, Set], name: str | None = None) -> Set:
@@ -75,16 +111,10 @@ def only_set(sets: Mapping[str, Set], name: str | None = None) -> Set:
     return sets[named[0]]
 
 
-def _kind(name: str, trained: Trained) -> str:
-    return trained.layer.config.slug
-
-
-def _grouped(layers: Mapping[str, Trained], key: Callable[[str, Trained], str]) -> dict[str, Set]:
-    groups: dict[str, Set] = {}
-    named: dict[tuple[str, int], str] = {}
-    for name, trained in layers.items():
-        group, block = key(name, trained), trained.provenance.block
-        if (first := named.setdefault((group, block), name)) != name:
+def _grouped(layers: Mapping[str, tuple[int, ReplacementConfig]], keys: Mapping[str, str]) -> dict[str, dict[int, str]]:
+    groups: dict[str, dict[int, str]] = {}
+    for name, (block, _) in layers.items():
+        first = groups.setdefault(keys[name], {}).setdefault(block, name)
+        if first != name:
             raise MxdError(f"two checkpoints replace block {block}, {first} and {name}; give one.")
-        groups.setdefault(group, {})[block] = trained
     return {group: dict(sorted(members.items())) for group, members in groups.items()}

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import versions
-from mxd.artifacts.sets import named_layers, sets_of
+from mxd.artifacts.sets import base_model, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -81,10 +81,7 @@ def open_checkpoints(
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
     loaded = named_layers(paths)
-    sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in loaded.values()}
-    if len(sources) != 1:
-        raise MxdError(f"the checkpoints replace MLPs of different base models ({sorted(map(str, sources))}).")
-    source, revision, dtype = sources.pop()
+    source, revision, dtype = base_model(loaded)
     text = _held_out(next(iter(loaded.values())), data or {})
     base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
     return Subject(loaded, base, text)

@@ -11,22 +11,18 @@ from typing import Any
 
 import torch
 
-from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
-from mxd.common.hardware import free_disk, free_memory, resident
-from mxd.common.processes import ALONE, Processes, local_device
+from mxd.common.hardware import free_disk, free_memory
+from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.data.activations import buffer_bytes
-from mxd.data.tables import DOCUMENTS, find_files
-from mxd.data.text import BUNDLED
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
-from mxd.model.frozen import FrozenModel
-from mxd.model.loading import DTYPES, outline, pick_device, wrap
 from mxd.ops import CandidateDtype, candidate_dtype, metered_as
 from mxd.planning.layout import ParallelLayout, Replacements, blocks_of, fitting_groups, parallel_layout, plan_layers
-from mxd.planning.plan import Plan, Work, one_by_one, peak
+from mxd.planning.plan import Plan, one_by_one, peak, work_per_token
+from mxd.planning.process import BaseProcess, base_process, state_disk
 from mxd.planning.profiler import Cost, meter
 from mxd.splice import Splice, recorder
 
@@ -35,12 +31,6 @@ ADAM_BYTES = 28
 
 MOMENT_BYTES = {"adam": 8, "signum": 4, "muon": 4}
 """Bytes of moments for each parameter."""
-
-TEXT_BYTES = 5
-"""Bytes of memory for each byte of a local text: documents, the tables they are read from, token ids; measured."""
-
-GZIP_RATIO = 4
-"""Assumed size of unpacked text, relative to its .gz file."""
 
 
 def plan_run(
@@ -58,21 +48,13 @@ def plan_run(
     Raises:
         MxdError: no such model, block or device, or a size that does not fit.
     """
-    loaded = None if model is None else wrap(model)
-    device = pick_device(local_device(config.model.device)) if loaded is None else loaded.device
-    shape = outline(
-        config.model.source if loaded is None else loaded.module,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    dtype = config.model.dtype if loaded is None else loaded.dtype
-    shape.module.to(DTYPES.get(dtype, torch.float32))
-    replacements = plan_layers(config, shape)
+    process = base_process(config, model)
+    replacements = plan_layers(config, process.shape)
     tokens = config.training.batch_tokens
 
     def parts(replacements: Replacements, groups: int | None, below: Replacements | None = None) -> _Parts:
         layout = parallel_layout(replacements, world, tokens, groups)
-        return _Parts(config, shape, dtype, replacements, layout, shard, device, loaded, below or {})
+        return _Parts(config, process, replacements, layout, shard, below or {})
 
     def together(numbers: Sequence[int], groups: int | None = None) -> Plan:
         some = parts({name: item for name, item in replacements.items() if item[0] in numbers}, groups)
@@ -84,7 +66,7 @@ def plan_run(
         first, last = parts(dict(items[:1]), groups), parts(dict(items[-1:]), groups, dict(items[:-1]))
         ends = whole, first, last
         return _fewest_parts(config, lambda n: one_by_one(*(some.plan(n) for some in ends)), whole.layout)
-    blocks = blocks_of(config, shape)
+    blocks = blocks_of(config, process.shape)
     plan = together(blocks, groups)
     return plan if _fits(plan) else replace(plan, fitting=fitting_groups(blocks, lambda some: _fits(together(some))))
 
@@ -111,28 +93,15 @@ class _Parts:
     def __init__(
         self,
         config: RunConfig,
-        shape: FrozenModel,
-        dtype: str,
+        process: BaseProcess,
         replacements: Replacements,
         layout: ParallelLayout,
         shard: bool,
-        device: torch.device,
-        loaded: FrozenModel | None,
         below: Replacements,
     ) -> None:
-        self.config, self.device, self.replacements, self.layout = config, device, replacements, layout
+        self.config, self.process, self.replacements, self.layout = config, process, replacements, layout
+        self.device, shape = process.device, process.shape
         self.shards = layout.parts if shard else 1
-        tensors = [*shape.module.parameters(), *shape.module.buffers()]
-        self.weights = sum(t.numel() * t.element_size() for t in tensors)
-        if dtype == "int8":
-            self.weights -= _saved(shape.module)
-        self.reading = (
-            0 if loaded else _reading_bytes(config.model.source, self.weights, max(map(torch.numel, tensors)))
-        )
-        self.text = _text_bytes(config)
-        # The resident memory of a process that was handed a model on the CPU includes its weights.
-        counted = self.weights if loaded is not None and loaded.device.type == "cpu" else 0
-        self.process = max(0, resident() - counted)
         mlps = {number: shape.mlp_shape(number) for number in dict.fromkeys(n for n, _ in replacements.values())}
         self.widths = {number: (mlp.d_in, mlp.d_out) for number, mlp in mlps.items()}
         self.forward_tokens = config.data.forward_contexts * config.data.context
@@ -161,11 +130,11 @@ class _Parts:
         if self.device.type == "cpu":  # one memory for both
             largest = max(cost.largest for cost in (self.forward, *steps.values()))
             device, host = {phase: _with_heap(host[phase] | device[phase], device, largest) for phase in device}, {}
-        work = {"base model": _work(self.forward, self.forward_tokens)}
+        work = {"base model": work_per_token(self.forward, self.forward_tokens)}
         sites = {number: buffer_bytes([widths], 1) for number, widths in self.widths.items()}
         tokens = training.batch_tokens
         for name, cost in steps.items():
-            work[name] = _work(cost, tokens / parts, ADAM_BYTES * self.params(name) / tokens)
+            work[name] = work_per_token(cost, tokens / parts, ADAM_BYTES * self.params(name) / tokens)
         return Plan(
             dict(self.replacements), self.device, accumulation, device, host, self.disk(), self.layout, sites, work
         )
@@ -195,14 +164,14 @@ class _Parts:
         layers = {"replacements": 4 * sharded, "counters": sum(8 * self.units(name) for name in group)}
         optimizer = {"gradients": 4 * sharded, "moments": MOMENT_BYTES[training.settings.optimizer] * sharded}
         below = {"layers below": self.below} if self.below else {}
-        weights = {"base model": self.weights, **below}
+        weights = {"base model": self.process.weights, **below}
         # Sharded layers are gathered one at a time: weights and gradients. The gradients that stay are counted above.
         whole = 8 * max(map(self.params, group)) if self.shards > 1 else 0
         fit = any(layer.needs_covariance for _, layer in self.replacements.values())
         moments = {"second moments": sum(map(self.moment_bytes, blocks))} if fit else {}
         step = whole + max(steps[name].peak - 4 * self.params(name) for name in group)
         return {
-            "loading": {"base model": self.weights},
+            "loading": {"base model": self.process.weights},
             "recording activations": {
                 **weights,
                 **layers,
@@ -227,23 +196,18 @@ class _Parts:
 
     def on_host(self) -> dict[str, dict[str, int]]:
         """Return phase -> part -> bytes in the host's memory, whatever the device."""
-        process = {"Python, libraries": self.process}
-        writing = max(map(self.params, self.replacements)) * 12 if self.device.type != "cpu" else 0
-        loading = self.weights if self.device.type != "cpu" else 0
-        running = {**process, "text": self.text}
+        writing = max(map(self.params, self.replacements)) * 12
+        running, process = self.process.running(), self.process
         return {
-            "loading": {**process, "reading the weights": self.reading + loading},
+            "loading": process.loading,
             "recording activations": running,
-            "taking steps": {**running, "writing": writing} if writing else running,
+            "taking steps": process.running(writing),
         }
 
     def disk(self) -> dict[str, int]:
-        """Return part -> bytes that the run writes; a new state is written before an old one is removed."""
+        """Return part -> bytes that the run writes."""
         params = sum(map(self.params, self.replacements))
-        units = sum(map(self.units, self.replacements))
-        states = self.config.training.keep_states + 1
-        # A state holds weights and two moments in float32, and when each unit was last active in int64.
-        return {f"{states} states": states * (12 * params + 8 * units), "layers": 4 * params}
+        return state_disk(params, sum(map(self.units, self.replacements)), self.config.training.keep_states)
 
 
 def _step(
@@ -276,11 +240,6 @@ def _step(
     )
 
 
-def _work(cost: Cost, tokens: int | float, fixed: float = 0.0) -> Work:
-    """Divide a cost by the number of tokens that it is for."""
-    return Work(cost.flops / tokens, cost.rounded / tokens, cost.moved / tokens, fixed)
-
-
 def _with_heap(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], largest: int) -> dict[str, int]:
     """Add, once a run is under way, the freed memory that the heap keeps and cannot use again.
 
@@ -293,42 +252,24 @@ def _with_heap(parts: dict[str, int], phases: Mapping[str, Mapping[str, int]], l
     return parts | {"freed, not reused": min(temporaries) // 2 + largest}
 
 
-def _saved(module: Any) -> int:
-    """Return the bytes that int8 saves against float16: linear maps, except the head, in 8 bits with float32 scales."""
-    head = module.get_output_embeddings()
-    maps = [(type(m).__name__, m.weight) for m in module.modules() if m is not head and hasattr(m, "weight")]
-    sizes = {"Linear": 0, "Conv1D": 1}  # the dimension of the outputs, each with a scale
-    return sum(w.numel() - 4 * w.shape[sizes[kind]] for kind, w in maps if kind in sizes)
-
-
-def _reading_bytes(source: str, weights: int, largest: int) -> int:
-    """Return the memory that reading takes beside the weights: for GGUF one tensor twice in float32, else the file."""
-    return 8 * largest if source.endswith(".gguf") else weights
-
-
-def _text_bytes(config: RunConfig) -> int:
-    """Return the memory that a local text and its reader take; 0 where its size cannot be known."""
-    import pyarrow.parquet as pq
-
-    if config.data.cache is not None:
-        return 0
-    source = bundled("text/train.parquet") if config.data.source in BUNDLED else config.data.source
-    total = 0
-    for file in find_files(source, DOCUMENTS):
-        if file.suffix == ".parquet":
-            groups = pq.ParquetFile(file).metadata
-            total += sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
-        else:
-            total += file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
-    return TEXT_BYTES * total
-
-
 def _divisors(number: int) -> Iterator[int]:
     return (n for n in range(1, number + 1) if number % n == 0)
 
 
-def check_memory(config: RunConfig, plan: Plan) -> None:
+LOWER = (
+    "Lower training.buffer_tokens or sizing.expansion, set training.accumulation to auto, load the base model in "
+    "bfloat16 (model.dtype), or train fewer replacements at a time"
+)
+"""What to change where a run does not fit."""
+
+
+def check_memory(config: RunConfig, plan: Plan, lower: str = LOWER) -> None:
     """Check that a run fits into memory and onto the disk.
+
+    Args:
+        config: the run.
+        plan: what it needs.
+        lower: what to change where it does not fit.
 
     Raises:
         MxdError: it does not; the message lists the parts, largest first, and what to lower.
@@ -341,16 +282,13 @@ def check_memory(config: RunConfig, plan: Plan) -> None:
         if needed > free:
             raise MxdError(
                 f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {name}: "
-                f"{_listed(phases[phase])} (while {phase}). Lower training.buffer_tokens or sizing.expansion, set "
-                "training.accumulation to auto, load the base model in bfloat16 (model.dtype), or train fewer "
-                f"replacements at a time{_divided(plan.fitting)}."
+                f"{_listed(phases[phase])} (while {phase}). {lower}{_divided(plan.fitting)}."
             )
     free, written = free_disk(config.folder), sum(plan.disk.values())
     if written > free:
         raise MxdError(
             f"the run writes {written / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free at {config.folder}: "
-            f"{_listed(plan.disk)}. Choose another folder with --out, lower training.keep_states or sizing.expansion, "
-            "or train fewer replacements at a time."
+            f"{_listed(plan.disk)}. Choose another folder with --out, or train fewer or smaller replacements at a time."
         )
 
 

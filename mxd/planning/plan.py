@@ -1,12 +1,13 @@
 """What a run needs, as one record."""
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
 from mxd.layers import ReplacementConfig
 from mxd.planning.layout import ParallelLayout
+from mxd.planning.profiler import Cost
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Plan:
     site_bytes: dict[int, int]
     """Block -> bytes of one token's activations there, input and output."""
     work: dict[str, Work]
-    """``base model`` and every replacement -> work for a token."""
+    """``base model`` and every replacement, or set of them that is tuned -> work for a token."""
     phases: int = 1
     """Blocks that are trained one after the other: the memory is that of the one that needs most, and a step of the run
     is one of each."""
+    sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a tuning, set -> names of its layers; ``work`` is then by set."""
     fitting: tuple[tuple[int, ...], ...] = ()
     """Where not all blocks fit into one run: groups of them that do, as few as can be."""
 
@@ -55,6 +58,17 @@ class Plan:
     def params(self) -> int:
         """Parameters of all replacements."""
         return sum(config.num_params for _, config in self.replacements.values())
+
+
+def work_per_token(cost: Cost, tokens: int | float, fixed: float = 0.0) -> Work:
+    """Divide a cost by the number of tokens that it is for.
+
+    Args:
+        cost: of one call.
+        tokens: for so many.
+        fixed: bytes read and written once in a step, divided by its tokens.
+    """
+    return Work(cost.flops / tokens, cost.rounded / tokens, cost.moved / tokens, fixed)
 
 
 def peak(phases: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:

@@ -92,7 +92,7 @@ def step_times(plan: Plan, tokens: int, speeds: Speeds, factor: float = 1.0) -> 
     base = plan.work["base model"]
     times = []
     for group, share in zip(plan.layout.groups, plan.layout.shares[::parts], strict=True):
-        work = [plan.work[name] for name in group]
+        work = [plan.work[name] for name in plan.sets or group]
         params = sum(plan.replacements[name][1].num_params for name in group)
         # Every process recorded 1 / world of the tokens itself; the rest of its part comes from the others.
         received = tokens / parts * sum(plan.site_bytes[block] for block in share.blocks) * (world - 1) / world

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save
 
-from mxd.artifacts.checkpoint import Trained, load_layer
-from mxd.artifacts.folders import find_layers, layer_name, read_config
+from mxd.artifacts.checkpoint import Trained
+from mxd.artifacts.folders import layer_name, read_config
 from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.sets import base_model, named_layers, set_names
 from mxd.common.errors import MxdError
 from mxd.common.lock import locked
 from mxd.common.processes import Processes, launched
@@ -100,12 +100,13 @@ def tune_config(
         if not known.tune.of:
             raise MxdError(f"{paths[0]} is no tuning's config; give the trained run: mxd tune {known.folder}")
         paths = known.tune.of
+    named = named_layers(paths)
+    source_of, revision, dtype = base_model(named)
     layers: dict[str, Trained] = {}
-    for folder in chain.from_iterable(map(find_layers, paths)):
-        if layer_name(folder) in layers:
-            raise MxdError(f"two layers are called {layer_name(folder)}; tune them apart.")
-        layers[layer_name(folder)] = load_layer(folder)
-    _check_together(layers)
+    for trained in named.values():
+        if layer_name(trained.path) in layers:
+            raise MxdError(f"two layers are called {layer_name(trained.path)}; tune them apart.")
+        layers[layer_name(trained.path)] = trained
     if known is not None:
         return known, layers
     first = Path(paths[0])
@@ -121,11 +122,7 @@ def tune_config(
         "seed": provenance.seed,
         "blocks": sorted({trained.provenance.block for trained in layers.values()}),
         "replacements": list(distinct),
-        "model": {
-            "source": source or provenance.model,
-            "revision": None if source else provenance.revision,
-            "dtype": provenance.model_dtype,
-        },
+        "model": {"source": source or source_of, "revision": None if source else revision, "dtype": dtype},
         "data": provenance.data | {"cache": None, "mix_shards": 0},
         "tune": how,
     }
@@ -134,30 +131,6 @@ def tune_config(
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise MxdError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-
-
-def sets_of(layers: Mapping[str, Trained]) -> dict[str, dict[int, str]]:
-    """Return set -> block -> name of a layer: what is alike but for its block is one set.
-
-    Raises:
-        MxdError: two layers of one kind replace the same MLP.
-    """
-    sets: dict[str, dict[int, str]] = {}
-    for name, trained in layers.items():
-        members = sets.setdefault(trained.layer.config.slug, {})
-        block = trained.provenance.block
-        if block in members:
-            raise MxdError(f"{members[block]} and {name} are of one kind and replace the same MLP; tune them apart.")
-        members[block] = name
-    return sets
-
-
-def _check_together(layers: Mapping[str, Trained]) -> None:
-    """Refuse layers of several base models, and two of one kind at one block."""
-    sets_of(layers)
-    sources = {(t.provenance.model, t.provenance.revision, t.provenance.model_dtype) for t in layers.values()}
-    if len(sources) > 1:
-        raise MxdError(f"the layers replace MLPs of different base models ({sorted(map(str, sources))}).")
 
 
 def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: Any, processes: Processes) -> None:
@@ -169,12 +142,12 @@ def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: An
         check_provenance(base, trained.provenance.block, trained.provenance)
     size = _contexts_of_a_step(config, processes)
     trainees = {name: tuned_trainee(name, trained, base, how, processes) for name, trained in layers.items()}
-    sets = {name: [trainees[n] for _, n in sorted(own.items())] for name, own in sets_of(layers).items()}
+    replacements = {name: (t.number, t.layer.config) for name, t in trainees.items()}
+    sets = {name: [trainees[n] for n in own.values()] for name, own in set_names(replacements).items()}
     stats = {name: trainee.stats for name, trainee in trainees.items()}
     names = {name: [trainee.name for trainee in members] for name, members in sets.items()}
     metrics = TuneMetrics(config, list(trainees), stats, processes, processes, None, sets=names, loss=how.loss)
     ordered = list(trainees.values())
-    replacements = {t.name: (t.number, t.layer.config) for t in ordered}
     layout = ParallelLayout((tuple(trainees),), processes.world, ())
     phase = at_once(config, base, replacements, layout, resume, "tuning")
     with processes.together():

@@ -19,9 +19,11 @@ from mxd.layers.objective import forward_backward
 from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
+from mxd.planning import process
 from mxd.planning.layout import fitting_groups
-from mxd.planning.memory import GZIP_RATIO, TEXT_BYTES, _text_bytes, check_memory, plan_run, prepare
+from mxd.planning.memory import check_memory, plan_run, prepare
 from mxd.planning.plan import peak
+from mxd.planning.process import GZIP_RATIO, TEXT_BYTES, text_bytes
 from mxd.planning.profiler import meter
 from mxd.planning.time import Speeds, expected, product_seconds, step_times
 from mxd.splice import Splice, recorder
@@ -161,7 +163,7 @@ def test_half_precision_halves_the_base_model_alone(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_batches_are_split_in_as_few_parts_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {"batch_tokens": 4096, "buffer_tokens": 4096, "tokens": 8192}
-    monkeypatch.setattr(plan_module, "resident", lambda: 500 * MIB)  # it grows while the test runs
+    monkeypatch.setattr(process, "resident", lambda: 500 * MIB)  # it grows while the test runs
     dense = [{"method": "transcoder", "sparsity": {"kind": "relu_l1"}}]  # whose codes are as large as can be
     config = small(tmp_path, replacements=dense, training=batches)
     given = [small(tmp_path, replacements=dense, training={**batches, "accumulation": n}) for n in (1, 2, 4)]
@@ -310,7 +312,7 @@ def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_p
     plain = sum(file.stat().st_size for file in tmp_path.glob("*.jsonl"))
     for source, total in (("*.jsonl", plain), ("0.jsonl", plain // 2), ("*.gz", 50 * GZIP_RATIO), ("none.txt", 0)):
         config = small(tmp_path / "runs", data={"source": str(tmp_path / source)})
-        assert _text_bytes(config) == TEXT_BYTES * total
+        assert text_bytes(config) == TEXT_BYTES * total
 
 
 @pytest.mark.parametrize("targets", ["same", "base"])
