@@ -1,4 +1,4 @@
-"""Train a few dozen steps of each case in a process of its own, and compare its peak memory with what was planned.
+"""Train or tune a few dozen steps of each case in a process of its own, and compare its peak memory with what was planned.
 
     python scripts/check_plan.py [--cases tiny-gpt2 ...] [--json FILE] [--check]
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ MOST = 0.15
 
 WINDOWS = "--training.log_every 8 --training.tokens 98304 --training.buffer_tokens 65536"
 ONE = '--replacements [{"method":"mxd","sparsity":{"kind":"topk","k":32}}]'
+SHORT = "--training.tokens 4096 --training.buffer_tokens 4096 --tune.tokens 32768 --tune.log_every 8"
 CASES = {
     "tiny-gpt2": f"configs/tiny.yaml {WINDOWS}",
     "tiny-neox": f"configs/tiny.yaml {WINDOWS} --model.source tiny-neox",
@@ -36,8 +38,18 @@ CASES = {
     "smollm2-135m": "configs/smollm2-135m.yaml --training.tokens 69632",
     "smollm2-135m, bfloat16, 4 blocks": f"configs/smollm2-135m.yaml {ONE} --blocks [6,7,8,9] --model.dtype bfloat16"
     " --training.tokens 40960 --training.buffer_tokens 32768",
+} | {
+    f"tuning tiny-gpt2, all blocks{name}": f"configs/tiny.yaml {ONE} --blocks all --sizing.expansion 8 {SHORT} {words}"
+    for name, words in {
+        "": "",
+        ", in 4 parts": "--tune.accumulation 4",
+        ", checkpointing": "--tune.checkpointing true",
+        ", NMSE": "--tune.nmse 1",
+        ", 4096 tokens a step": "--tune.batch_tokens 4096",
+        ", of tiny-llama": "--model.source tiny-llama",
+    }.items()
 }
-"""Name -> words of `mxd train`, with two windows of activations unless the name says one."""
+"""Name -> words of `mxd train`; with some for `mxd tune`, the layers are trained for a step and that is measured. two windows of activations unless the name says one."""
 
 
 def case(words: list[str]) -> dict[str, Any]:
@@ -48,21 +60,35 @@ def case(words: list[str]) -> dict[str, Any]:
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.run([sys.executable, "-m", "mxd", "plan", *words, "--json", str(plan)], check=True, **silent)
         planned = json.loads(plan.read_text())
-        child = subprocess.run(
-            [sys.executable, __file__, "--train", *words], check=True, stdout=subprocess.PIPE, text=True
-        )
+        measure = [sys.executable, __file__, "--train", *words]
+        if any(word.startswith("--tune.") for word in words):
+            subprocess.run(measure, check=True, **silent)
+            planned, measure = planned["tuning"], [sys.executable, __file__, "--tune", str(Path(folder, "check"))]
+        child = subprocess.run(measure, check=True, stdout=subprocess.PIPE, text=True)
     return {"planned": planned, **json.loads(child.stdout.splitlines()[-1])}
 
 
 def train(words: list[str]) -> dict[str, Any]:
-    """Train a case in this process; return its peak memory, its seconds, and the seconds of its steps."""
-    import torch
-
+    """Train a case in this process; results as ``measured``."""
     from mxd.config import load_config
     from mxd.training.trainer import train as run
 
+    return measured(lambda: run(load_config(words[0], words[1:])))
+
+
+def tune(folder: str) -> dict[str, Any]:
+    """Tune the layers of a run in this process; results as ``measured``."""
+    from mxd.training.tune import tune as run
+
+    return measured(lambda: run([folder]))
+
+
+def measured(run: Callable[[], Path]) -> dict[str, Any]:
+    """Return the peak memory of this process in a run, the run's seconds, and the seconds of its steps."""
+    import torch
+
     begin = time.perf_counter()
-    folder = run(load_config(words[0], words[1:]))
+    folder = run()
     seconds = time.perf_counter() - begin
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     reports = [next(group) for _, group in groupby(lines, key=lambda line: line["step"])]
@@ -87,9 +113,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help=f"exit 1 where a plan is off by more than {MOST:.0%}%")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--tune", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         print(json.dumps(train(args.train)))
+        return
+    if args.tune:
+        print(json.dumps(tune(args.tune)))
         return
     print("| case | planned MiB | while | measured MiB | planned / measured | expected s | measured s |")
     print("|---|---|---|---|---|---|---|")

@@ -1,7 +1,7 @@
 """Commands that train: train, cache, plan, fields, demo."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -112,6 +112,8 @@ def plan(
 ) -> None:
     """Say what a run needs before anything is loaded: parameters, memory and disk by part, FLOPs, the expected time.
 
+    Where the config has a section tune, the same of `mxd tune`; of the config.yaml that it wrote, of that alone.
+
     Args:
         config: YAML file of a run.
         overrides: fields to set, by dotted name.
@@ -124,18 +126,28 @@ def plan(
     """
     from mxd.common.files import write_json
     from mxd.config import load_config
-    from mxd.planning.memory import check_memory, plan_run
+    from mxd.planning.memory import LOWER, check_memory, plan_run
     from mxd.planning.time import expected
+    from mxd.planning.tuning import LOWER as LOWER_TUNING
+    from mxd.planning.tuning import as_tuning, plan_tuning
     from mxd.report.plan import plan_numbers, plan_tables
 
     run = load_config(config, overrides)
-    needs = plan_run(run, world=processes, groups=groups, shard=shard)
-    speeds, times = expected(run, needs, network, tokens_per_second)
-    facts = needs, speeds, times, run.training.batch_tokens, run.training.steps
-    show(*plan_tables(*facts))
+    plans = [] if run.tune.of else [(run, plan_run(run, world=processes, groups=groups, shard=shard), LOWER)]
+    if "tune" in run.model_fields_set:
+        tuning = as_tuning(run)
+        plans.append((tuning, plan_tuning(tuning, world=processes), LOWER_TUNING))
+    numbers: dict[str, Any] = {}
+    for own, needs, _ in plans:
+        rate = None if needs.sets and not run.tune.of else tokens_per_second
+        speeds, times = expected(own, needs, network, rate)
+        facts = needs, speeds, times, own.training.batch_tokens, own.training.steps
+        show(*plan_tables(*facts))
+        numbers |= {"tuning": plan_numbers(*facts)} if needs.sets else plan_numbers(*facts)
     if json is not None:
-        write_json(json, plan_numbers(*facts))
-    check_memory(run, needs)
+        write_json(json, numbers)
+    for own, needs, lower in plans:
+        check_memory(own, needs, lower)
     say("it fits")
 
 

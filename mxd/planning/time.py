@@ -13,8 +13,9 @@ import torch
 
 from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
+from mxd.data.exchange import RankPart
 from mxd.model.loading import DTYPES
-from mxd.planning.layout import parallel_layout
+from mxd.planning.layout import ParallelLayout
 from mxd.planning.plan import Plan, Work
 
 
@@ -127,6 +128,7 @@ def expected(
     tokens = config.training.batch_tokens
     if tokens_per_second is None:
         return speeds, step_times(plan, tokens, speeds)
-    alone = replace(plan, layout=parallel_layout(plan.replacements, 1, tokens))
+    groups = (tuple(plan.replacements),)
+    alone = replace(plan, layout=ParallelLayout(groups, 1, (RankPart(tuple(plan.site_bytes)),)))
     bare = step_times(alone, tokens, speeds).step
     return speeds, step_times(plan, tokens, speeds, tokens / tokens_per_second / bare)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.folders import find_layers, layer_name, read_layer
@@ -71,6 +71,7 @@ def plan_tuning(
     params, units = sum(sizes.values()), sum(layer.num_units or 0 for _, layer in replacements.values())
     loaded = 4 * params if layers is not None else 0  # on the host, in what Python takes now
     process = replace(process, python=max(0, process.python - loaded))
+    step = max(cost.peak - 4 * own for cost, own in zip(costs, sizes.values(), strict=True))
     running = process.running(12 * max(layer.num_params for _, layer in replacements.values()))
     host = {"loading": process.loading, "tuning": running}
     memory = {
@@ -81,11 +82,13 @@ def plan_tuning(
             "counters": 8 * units,
             "gradients": 4 * params,
             "moments": MOMENT_BYTES["adam"] * params,
-            "largest step": max(cost.peak - 4 * own for cost, own in zip(costs, sizes.values(), strict=True)),
+            "largest step": step,
         },
     }
     if device.type == "cpu":  # one memory for both
         memory, host = {phase: host[phase] | memory[phase] for phase in memory}, {}
+        # What the heap keeps of freed memory and cannot use again: found by measuring (docs/scaling.md).
+        memory["tuning"]["freed, not reused"] = step // 4 + 2 * max(cost.largest for cost in costs)
     tokens, rows = how.batch_tokens, contexts * config.data.context
     work = {"base model": work_per_token(base, rows)} | {
         name: work_per_token(cost, rows, ADAM_BYTES * sizes[name] / tokens)
@@ -137,15 +140,15 @@ def _costs(
     """Return the cost of a part of a step, without Adam's: of the base model's forward, and of each set's passes.
 
     Args:
-        shape: the base model on the meta device.
+        shape: the base model, on the meta device (on another one the passes are taken).
         device: where it will run.
         how: the loss.
         sets: block and config of each set's layers.
         size: contexts in a part, and their tokens.
     """
-    ids = torch.zeros(size, dtype=torch.int64, device="meta")
+    ids = torch.zeros(size, dtype=torch.int64, device=shape.device)
     with metered_as(device.type):
-        unembedding = Unembedding(shape, shape.module.get_output_embeddings())
+        unembedding = Unembedding(shape, _head(shape, ids[:1]))
         hidden: list[Float[Tensor, "contexts seq width"]] = []
         base = Cost()
         if how.loss == "kl":
@@ -156,9 +159,27 @@ def _costs(
     return base, [replace(cost, peak=max(base.peak, base.kept + cost.peak)) for cost in costs]
 
 
+@torch.no_grad()
+def _head(shape: FrozenModel, ids: Int[Tensor, "contexts seq"]) -> nn.Module | None:
+    """Return a model's output embeddings, or ``None`` where it does something else to its logits.
+
+    ``Unembedding.of`` compares numbers, which the meta device lacks; here the logits must be what the embeddings gave.
+    """
+    head = getattr(shape.module, "get_output_embeddings", lambda: None)()
+    if head is None:
+        return None
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda module, args, out: seen.append(out))
+    try:
+        meter(lambda: seen.append(shape.module(input_ids=ids, use_cache=False).logits))  # it answers for numbers
+    finally:
+        handle.remove()
+    return head if seen[0] is seen[-1] and len(seen) == 2 else None
+
+
 @dataclass(frozen=True)
 class _Passes:
-    """Forward and backward of one set over a part of a step, on the meta device."""
+    """Forward and backward of one set over a part of a step."""
 
     shape: FrozenModel
     device: torch.device
@@ -189,7 +210,7 @@ class _Passes:
 
     def _module(self, number: int, config: ReplacementConfig) -> TunedMLP:
         config = config.model_copy(update={"sparsity": config.sparsity.costliest})
-        with torch.device("meta"):
+        with torch.device(self.shape.device):
             layer = config.build().eval()
         layer.sparsity.candidates = candidate_dtype(self.device)
         module = TunedMLP(layer, self.shape.mlp(number)).eval()

@@ -34,6 +34,7 @@ def plan_tables(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: in
 def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: int) -> dict[str, Any]:
     """Return the numbers behind the tables; arguments as ``plan_tables``."""
     return {
+        **({"sets": {name: list(own) for name, own in plan.sets.items()}} if plan.sets else {}),
         "replacements": {name: layer.num_params for name, (_, layer) in plan.replacements.items()},
         "unfactorised": {name: layer.unfactorised_params for name, (_, layer) in plan.replacements.items()},
         "device": str(plan.device),
@@ -53,19 +54,25 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
 
 def _work(plan: Plan, speeds: Speeds) -> Table:
     table = Table(
-        title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters; work of training",
+        title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters; work of {_doing(plan)}",
         title_justify="left",
     )
     for title in ("", "units", "parameters", "unfactorised", "MFLOP a token", "kB moved a token", "floor, us a token"):
         table.add_column(title, justify="right" if title else "left")
     for name, work in plan.work.items():
-        layer = plan.replacements[name][1] if name in plan.replacements else None
-        counts = (layer.num_units or 0, layer.num_params) if layer else ()
-        params = (*(f"{count:,}" for count in counts), f"{layer.unfactorised_params:.2e}") if layer else ("",) * 3
-        floor = product_seconds(work, speeds) if layer else work.flops / speeds.base
+        members = plan.sets.get(name, (name,) if name in plan.replacements else ())
+        layers = [plan.replacements[member][1] for member in members]
+        counts = (sum(layer.num_units or 0 for layer in layers), sum(layer.num_params for layer in layers))
+        unfactorised = sum(layer.unfactorised_params for layer in layers)
+        params = (*(f"{count:,}" for count in counts), f"{unfactorised:.2e}") if layers else ("",) * 3
+        floor = product_seconds(work, speeds) if layers else work.flops / speeds.base
         cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, *params, *cells)
     return table
+
+
+def _doing(plan: Plan) -> str:
+    return "tuning" if plan.sets else "training"
 
 
 def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
@@ -81,7 +88,7 @@ def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
     yield f"expected: {times.step:.3f} s a step ({listed}), {tokens / times.step:,.0f} tokens/s"
     if plan.phases > 1:
         yield f"{plan.phases} blocks one after the other: a step here is one of each; memory is that of the largest"
-    yield f"in all {steps:,} steps, {_span(steps * times.step)}"
+    yield f"in all {steps:,} steps of {_doing(plan)}, {_span(steps * times.step)}"
 
 
 def _span(seconds: float) -> str:

@@ -91,7 +91,7 @@ class Loop:
         training = self.config.training
         for trainee in self.trainees:
             begin = time.perf_counter()
-            with _memory(f"at step {self.step:,}, in {trainee.name}"):
+            with memory(f"at step {self.step:,}, in {trainee.name}"):
                 train_step(trainee, *batch.sites[trainee.number], training, self.step)
             trainee.stats.seconds += time.perf_counter() - begin  # on a GPU: until its work is queued
         self.step += 1
@@ -165,7 +165,7 @@ class Loop:
         """
         try:
             at_once = nullcontext() if self.processes.many else stop.at_once()  # else the others would wait for it
-            with at_once, _memory(f"after step {self.step:,}, where the base model fills the buffer"):
+            with at_once, memory(f"after step {self.step:,}, where the base model fills the buffer"):
                 return ask()
         except Stopped:
             self.save()
@@ -193,16 +193,30 @@ class Loop:
         )
 
 
+LESS = (
+    "free memory and continue with --resume. Or start anew, with a larger training.accumulation (the batch in more "
+    "parts), a smaller training.buffer_tokens or sizing.expansion, or fewer replacements."
+)
+"""What to do where memory runs out."""
+
+
 @contextmanager
-def _memory(where: str) -> Iterator[None]:
-    """Turn running out of memory into an error that says where, and what to lower."""
+def memory(where: str, less: str = LESS) -> Iterator[None]:
+    """Turn running out of memory into an error.
+
+    Args:
+        where: where that is.
+        less: what to do about it.
+
+    Raises:
+        MxdError: memory ran out.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory|ALLOC_FAILED", str(error)):
             raise
         raise MxdError(
-            f"out of memory {where}. The last saved state is kept: free memory and continue with --resume. Or start "
-            "anew, with a larger training.accumulation (the batch in more parts), a smaller training.buffer_tokens or "
-            f"sizing.expansion, or fewer replacements.\n{(str(error) or type(error).__name__).splitlines()[0]}"
+            f"out of memory {where}. The last saved state is kept: {less}\n"
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error

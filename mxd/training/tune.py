@@ -14,8 +14,8 @@ from safetensors.torch import save
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.folders import layer_name, read_config
 from mxd.artifacts.provenance import Provenance, versions
-from mxd.artifacts.sets import base_model, named_layers, set_names
-from mxd.common.errors import MxdError
+from mxd.artifacts.sets import base_model, named_layers
+from mxd.common.errors import MxdError, typed
 from mxd.common.lock import locked
 from mxd.common.processes import Processes, launched
 from mxd.common.progress import console
@@ -27,8 +27,11 @@ from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
 from mxd.ops import candidate_dtype
-from mxd.planning.layout import ParallelLayout
-from mxd.splice import check_provenance
+from mxd.planning.layout import plan_layers
+from mxd.planning.memory import check_memory
+from mxd.planning.plan import peak
+from mxd.planning.tuning import LOWER, plan_tuning
+from mxd.splice import check_provenance, check_siblings
 from mxd.training.optimizers import Optimizer
 from mxd.training.phases import at_once
 from mxd.training.saving import Saver, trained_layer
@@ -38,6 +41,9 @@ from mxd.training.step import Trainee, learned
 from mxd.training.trainer import claim, keep_freed_memory
 from mxd.training.tuning import TunedSet, TunedStats, TuneLoop, TuneMetrics, batches_of
 from mxd.tuning import UNCHANGED, TuneConfig
+
+MEMORY = ("accumulation", "checkpointing")
+"""What may change when a tuning is resumed, since it changes no layer but by rounding."""
 
 
 def tune(
@@ -56,7 +62,8 @@ def tune(
 
     Args:
         paths: layers, runs or Hub references; or, to resume, the ``config.yaml`` of a tuning.
-        how: the loss and the recipe; fields that are not given are what a run's ``config.yaml`` says under ``tune``.
+        how: the loss and the recipe; fields that are not given are what a run's ``config.yaml`` says under ``tune``. A
+            tuning that is resumed keeps them, but for ``MEMORY``.
         run: name of the run that is written; by default the read one's with ``-tuned``.
         out: folder that holds it; by default that of the run that is read.
         resume: continue an interrupted tuning, exactly as if it had not been interrupted.
@@ -70,16 +77,37 @@ def tune(
         MxdError: layers that do not belong together, or as ``train``.
     """
     config, layers = tune_config(paths, how, run, out, source)
+    now = _as_asked(config.tune, how) if resume else config.tune
     with launched(config.timeout) as processes, ExitStack() as stack:
-        processes.agree(recorded(config) | {"--resume": resume})
+        processes.agree(recorded(config) | {"--resume": resume, "now": now.model_dump()})
         console.quiet = not processes.first
         stack.callback(setattr, console, "quiet", False)
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))
                 claim(config, resume, "tune")
-        _tune(config, layers, resume, model, processes)
+        _tune(config, now, layers, resume, model, processes)
     return config.folder
+
+
+def _as_asked(began: TuneConfig, asked: TuneConfig) -> TuneConfig:
+    """Return how a tuning goes on: as it began, but for ``MEMORY``.
+
+    Raises:
+        MxdError: something else is asked for.
+    """
+    given = {name: getattr(asked, name) for name in sorted(asked.model_fields_set - {"of"})}
+    changed = [
+        f"{name} was {getattr(began, name)}, not {value}"
+        for name, value in given.items()
+        if name not in MEMORY and value != getattr(began, name)
+    ]
+    if changed:
+        raise MxdError(
+            f"a tuning goes on as it began: {'; '.join(changed)}. Only {' and '.join(MEMORY)} may change; for another "
+            "recipe start anew under another name with --run NAME."
+        )
+    return began.model_copy(update=given)
 
 
 def tune_config(
@@ -133,23 +161,29 @@ def tune_config(
         raise MxdError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
 
 
-def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: Any, processes: Processes) -> None:
+def _tune(
+    config: RunConfig, how: TuneConfig, layers: dict[str, Trained], resume: bool, model: Any, processes: Processes
+) -> None:
     keep_freed_memory()
-    base, how = load_base(config, model), config.tune
+    with processes.together():
+        plan = plan_tuning(config.model_copy(update={"tune": how}), model, processes.world, layers)
+        check_memory(config, plan, LOWER)
+    base = load_base(config, model)
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     for trained in layers.values():
         check_provenance(base, trained.provenance.block, trained.provenance)
-    size = _contexts_of_a_step(config, processes)
+    check_siblings(trained.provenance for trained in layers.values())
+    if not resume:
+        for path in config.tune.of:
+            _check_whole(Path(path), layers, base)
     trainees = {name: tuned_trainee(name, trained, base, how, processes) for name, trained in layers.items()}
-    replacements = {name: (t.number, t.layer.config) for name, t in trainees.items()}
-    sets = {name: [trainees[n] for n in own.values()] for name, own in set_names(replacements).items()}
+    sets = {name: [trainees[n] for n in members] for name, members in plan.sets.items()}
     stats = {name: trainee.stats for name, trainee in trainees.items()}
     names = {name: [trainee.name for trainee in members] for name, members in sets.items()}
     metrics = TuneMetrics(config, list(trainees), stats, processes, processes, None, sets=names, loss=how.loss)
     ordered = list(trainees.values())
-    layout = ParallelLayout((tuple(trainees),), processes.world, ())
-    phase = at_once(config, base, replacements, layout, resume, "tuning")
+    phase = at_once(config, base, plan.replacements, plan.layout, resume, "tuning")
     with processes.together():
         saver = TuneSaver(config, base, ordered, metrics, processes, processes, phase, layers=layers, sets=sets)
     state = load_state(phase.states, processes) if resume else None
@@ -164,8 +198,12 @@ def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: An
         )
         unembedding = Unembedding.of(base, torch.tensor(next(contexts(0))[None, :8]).long())
     saver.begin(state)
-    number = sum(t.layer.config.num_params for t in ordered)
-    console.print(f"{len(ordered)} layers in {len(sets)} sets, {number:,} parameters")
+    doing, needed = peak(plan.memory)
+    said = f"{len(ordered)} layers in {len(sets)} set{'s' if len(sets) > 1 else ''}, {plan.params:,} parameters"
+    console.print(
+        f"{said}; memory on {plan.device}: {needed / 2**30:.2f} GiB while {doing}",
+        soft_wrap=True,
+    )
     TuneLoop(
         phase,
         base,
@@ -180,23 +218,30 @@ def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: An
         [TunedSet.of(name, members, base) for name, members in sets.items()],
         unembedding,
         special_ids(base.tokenizer),
-    ).run(batches_of(contexts, cursor, size))
+    ).run(batches_of(contexts, cursor, how.batch_tokens // data.context))
 
 
-def _contexts_of_a_step(config: RunConfig, processes: Processes) -> int:
-    """Return how many contexts a step takes.
+def _check_whole(run: Path, layers: Mapping[str, Trained], base: FrozenModel) -> None:
+    """Check that of a run's folder all layers are there that its config names.
+
+    Args:
+        run: a run's folder; of any other path nothing is known.
+        layers: those that were found.
+        base: the base model.
 
     Raises:
-        MxdError: they cannot be divided into whole contexts, processes and parts.
+        MxdError: one is missing.
     """
-    how, context = config.tune, config.data.context
-    parts = context * processes.world * how.accumulation
-    if how.batch_tokens % parts:
+    if not (run / "config.yaml").is_file():
+        return
+    config = load_config(run / "config.yaml")
+    missing = [] if config.tune.of else sorted(plan_layers(config, base).keys() - layers.keys())
+    if missing:
         raise MxdError(
-            f"batch_tokens = {how.batch_tokens} must be a multiple of {parts}: contexts of {context} tokens x "
-            f"{processes.world} processes x accumulation {how.accumulation}."
+            f"{run} lacks {', '.join(missing)}, which its config.yaml names. Finish it (mxd train "
+            f"{typed(run / 'config.yaml')} --resume), or give the layers to be tuned one by one: mxd tune "
+            f"{typed(run / next(iter(layers)))} ..."
         )
-    return how.batch_tokens // context
 
 
 def tuned_trainee(name: str, trained: Trained, base: FrozenModel, how: TuneConfig, processes: Processes) -> Trainee:

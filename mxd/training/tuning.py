@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, typed
 from mxd.common.stop import Stop
 from mxd.data.activations import Batch, Cursor
 from mxd.data.checks import check_text
@@ -25,7 +25,7 @@ from mxd.joint import Shares, TunedMLP, joint_backward
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
 from mxd.splice import Splice
-from mxd.training.loop import Loop
+from mxd.training.loop import Loop, memory
 from mxd.training.metrics import Metrics, Stats
 from mxd.training.step import Trainee, learned, learning_rate, mean_sizes
 from mxd.tuning import TuneConfig
@@ -165,6 +165,11 @@ class TuneLoop(Loop):
 
     def train_batch(self, batch: Batch) -> None:
         """Let every set take a step."""
+        with memory(f"at step {self.step:,}", self._less()):
+            self._step(batch)
+        self.cursor = batch.cursor
+
+    def _step(self, batch: Batch) -> None:
         begin, how, training = time.perf_counter(), self.how, self.config.training
         ids = self._contexts(batch)
         own = ids[self.processes.rank :: self.processes.world]
@@ -181,7 +186,6 @@ class TuneLoop(Loop):
                 tuned.clip(how.clip_norm)
             tuned.step(learning_rate(self.step, training))
         self.step += 1
-        self.cursor = batch.cursor
         for trainee in self.trainees:
             trainee.stats.seconds += (time.perf_counter() - begin) / len(self.trainees)
 
@@ -219,6 +223,14 @@ class TuneLoop(Loop):
                     code = trainee.layer.encode(found.read[kept])
                     stats.see(found.y[kept], found.error[kept], found.nmse[kept].mean(), code, seen)
             module.compared = None
+
+    def _less(self) -> str:
+        """Return what to do where memory runs out; both options give the same layers, up to rounding."""
+        config = typed(self.config.folder / "config.yaml")
+        return (
+            f"continue with mxd tune {config} --resume --accumulation {2 * self.how.accumulation} (a step's contexts "
+            "in more parts), or --checkpointing. In a new tuning lower --batch-tokens or tune fewer sets at a time."
+        )
 
     def _diverged(self, tuned: TunedSet) -> str:
         return (

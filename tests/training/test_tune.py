@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from mxd.artifacts.checkpoint import load_layers, save_layer
 from mxd.artifacts.folders import read_config
 from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.sets import sets_of
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE
 from mxd.common.stop import Interrupted
@@ -31,7 +33,7 @@ from mxd.planning.layout import ParallelLayout, plan_layers
 from mxd.splice import SiblingWarning, Splice, spliced
 from mxd.training.phases import at_once
 from mxd.training.step import Trainee, learned
-from mxd.training.tune import sets_of, tensors_hash, tune, tune_config, tuned_trainee
+from mxd.training.tune import tensors_hash, tune, tune_config, tuned_trainee
 from mxd.training.tuning import TunedSet, TunedStats, TuneLoop
 from mxd.tuning import TuneConfig
 
@@ -392,7 +394,7 @@ def test_refusals(trained: Path, base: FrozenModel, tmp_path: Path) -> None:
         folder = tune(of_kind(trained, "tc"), TuneConfig(**HOW | {"tokens": 512}), "b", str(tmp_path), model=base)
         tune(of_kind(trained, "tc"), TuneConfig(**HOW), "b", str(tmp_path), model=base)
     assert sorted(weights(folder)) == [Path(path).name for path in of_kind(trained, "tc")]
-    with pytest.raises(MxdError, match="two layers are called"):
+    with pytest.raises(MxdError, match="two checkpoints are called"):
         tune([trained, trained], model=base)
     with pytest.raises(MxdError, match="is no tuning's config; give the trained run"):
         tune([trained / "config.yaml"], model=base)
@@ -409,8 +411,6 @@ def altered() -> FrozenModel:
 
 
 def test_what_the_run_says_under_tune_holds_unless_it_is_given(trained: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     text = (copy / "config.yaml").read_text()
@@ -419,3 +419,103 @@ def test_what_the_run_says_under_tune_holds_unless_it_is_given(trained: Path, tm
     config, _ = tune_config([copy], TuneConfig(loss="kl"))
     assert (config.tune.loss, config.tune.nmse, config.run) == ("kl", 0.25, "copy-tuned")
     assert config.training.steps == 1024 and config.training.settings.warmup_steps == 51
+
+
+# Mistakes and mishaps
+
+
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == step)
+    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
+
+
+def test_out_of_memory_says_how_to_go_on_and_going_on_gives_the_same(
+    trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = TuneConfig(**HOW | {"tokens": 1536, "save_every": 1})
+    whole = tune(of_kind(trained, "mxd"), how, "whole", str(tmp_path), model=base)
+    part = TuneLoop._part
+
+    def runs_out(self: TuneLoop, *args: object) -> None:
+        if self.step == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nmore")
+        part(self, *args)
+
+    monkeypatch.setattr(TuneLoop, "_part", runs_out)
+    said = r"out of memory at step 2\. The last saved state is kept: continue with mxd tune \S+/t/config.yaml --resume "
+    with pytest.raises(MxdError, match=said + r"--accumulation 2 \(.*--checkpointing.*lower --batch-tokens") as caught:
+        tune(of_kind(trained, "mxd"), how, "t", str(tmp_path), model=base)
+    assert str(caught.value).splitlines()[1:] == [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    ]
+    parts = []
+    monkeypatch.setattr(TuneLoop, "_part", lambda self, ids, *args: (parts.append(len(ids)), part(self, ids, *args)))
+    again = TuneConfig(accumulation=2, checkpointing=True)
+    folder = tune([tmp_path / "t" / "config.yaml"], again, resume=True, model=base)
+    assert parts == [4, 4]  # of the one step that was left
+    for name in weights(whole):
+        ours, theirs = (load_file(run / name / "model.safetensors") for run in (folder, whole))
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-6 + 1e-3 * float(value.abs().max()))
+
+
+def test_a_resumed_tuning_keeps_its_recipe(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
+    stopped_at(1, monkeypatch)
+    with pytest.raises(Interrupted):
+        tune(of_kind(trained, "mxd"), TuneConfig(**HOW), "t", str(tmp_path), model=base)
+    with pytest.raises(MxdError, match=r"goes on as it began: lr was 0.0004, not 0.1\. Only accumulation and check"):
+        tune([tmp_path / "t" / "config.yaml"], TuneConfig(lr=0.1, batch_tokens=512), resume=True, model=base)
+
+
+def test_a_run_that_lacks_a_layer_is_not_tuned_as_if_it_were_whole(
+    trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    stopped_at(1, monkeypatch)
+    with pytest.raises(Interrupted):
+        tune([copy], TuneConfig(**HOW), "whole", str(tmp_path), model=base)
+    shutil.rmtree(copy / "block2-mxd-k8")
+    with pytest.raises(MxdError, match=r"lacks block2-mxd-k8, which its config.yaml names\. Finish it \(mxd train "):
+        tune([copy], TuneConfig(**HOW), "t", str(tmp_path), model=base)
+    assert not (tmp_path / "t" / "config.yaml").exists()
+    with pytest.raises(MxdError, match=r"cannot continue as it began: layers that are tuned.*block2-mxd-k8"):
+        tune([tmp_path / "whole" / "config.yaml"], resume=True, model=base)
+    with pytest.raises(Interrupted):  # given by name, layers need no others
+        tune([str(copy / "block0-mxd-k8")], TuneConfig(**HOW), "one", str(tmp_path), model=base)
+
+
+def test_tuning_some_of_those_that_were_tuned_together_warns(
+    trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = TuneConfig(**HOW | {"tokens": 512})
+    folder = tune(of_kind(trained, "mxd"), how, "t", str(tmp_path), model=base)
+    with pytest.warns(SiblingWarning, match="tuned together with others, of which those of blocks 2 are not"):
+        tune([folder / "block0-mxd-k8"], how, "again", str(tmp_path), model=base)
+
+
+def test_layers_of_several_base_models_are_named(trained: Path, tmp_path: Path) -> None:
+    (own,) = load_layers(trained / "block2-mxd-k8").values()
+    other = own.provenance.model_copy(update={"model": "tiny-neox", "revision": "r1"})
+    save_layer(tmp_path / "other" / "block2-mxd-k8", own.layer, other)
+    said = (
+        "different base models: two/block0-mxd-k8 tiny-gpt2 in float32, other/block2-mxd-k8 tiny-neox at r1 in float32;"
+    )
+    with pytest.raises(MxdError, match=said):
+        tune_config([trained, tmp_path / "other"])
+
+
+def test_a_changed_text_is_refused(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(("The President of the United States addressed the Congress. " * 400 + "\n") * 8)
+    for path in of_kind(trained, "mxd"):
+        (own,) = load_layers(path).values()
+        data = own.provenance.data | {"source": str(text)}
+        save_layer(tmp_path / "own" / Path(path).name, own.layer, own.provenance.model_copy(update={"data": data}))
+    with monkeypatch.context() as patch:
+        stopped_at(2, patch)
+        with pytest.raises(Interrupted):
+            tune([tmp_path / "own"], TuneConfig(**HOW), "t", str(tmp_path), model=base)
+    text.write_text(text.read_text().replace("President", "Senate"))
+    with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
+        tune([tmp_path / "t" / "config.yaml"], resume=True, model=base)
