@@ -298,6 +298,8 @@ ON_SPLICED = tuple(
     for metric in ON_BASE
 )
 """The same on the spliced model's inputs."""
+BEFORE_AND_AFTER = (NMSE, MEAN_GATE, FIXED, GATE, DENSE, INTERACTION, DEAD)
+"""Does a tuned layer still describe its MLP?"""
 WHOLE_AGREED = replace(AGREED, key="generation.agreed_tokens", error="generation.agreed_tokens_se")
 REPEATED = Metric(
     "generation.garbage.repeated",

@@ -30,7 +30,7 @@ NoOption = Annotated[T, Parameter(parse=False)]
 Question = Literal["faithfulness", "generation", "whole", "structure", "units", "probing", "steering", "masking"]
 """The questions of `mxd compare`, in the order of the report's sections; a section has the name of its question."""
 
-RESULTS: tuple[str, ...] = (*get_args(Question), "purging")
+RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "tuned")
 """The results that a run's folder may hold, each in a JSON file of its name."""
 
 PROMPTS = (

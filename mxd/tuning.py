@@ -42,3 +42,6 @@ class TuneConfig(Settings):
 
 UNCHANGED = TuneConfig()
 """No option is given."""
+
+GUARD_TOKENS = 8192
+"""Held-out tokens on which tuned layers are measured, before and after."""

@@ -1,4 +1,4 @@
-"""Train or tune a few dozen steps of each case in a process of its own, and compare its peak memory with what was planned.
+"""Train or tune a few dozen steps of each case in a process of its own, and compare its peak memory with the plan's.
 
     python scripts/check_plan.py [--cases tiny-gpt2 ...] [--json FILE] [--check]
 
@@ -49,7 +49,8 @@ CASES = {
         ", of tiny-llama": "--model.source tiny-llama",
     }.items()
 }
-"""Name -> words of `mxd train`; with some for `mxd tune`, the layers are trained for a step and that is measured. two windows of activations unless the name says one."""
+"""Name -> words of `mxd train`, with two windows of activations unless the name says one. With words for `mxd tune` the
+layers are trained for one step, and tuned."""
 
 
 def case(words: list[str]) -> dict[str, Any]:

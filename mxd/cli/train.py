@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import FLAT, app, say, show, show_faithfulness
+from mxd.cli.shared import FLAT, app, rank, say, show, show_faithfulness
 from mxd.common.errors import MxdError, printable, typed
-from mxd.tuning import UNCHANGED, TuneConfig
+from mxd.tuning import GUARD_TOKENS, UNCHANGED, TuneConfig
 
 DEMO_TOKENS = 32_768
 """Held-out tokens that the demo measures on."""
@@ -53,6 +53,7 @@ def tune(
     out: str | None = None,
     model: str | None = None,
     resume: bool = False,
+    guard_tokens: int = GUARD_TOKENS,
 ) -> None:
     """Tune the layers of several blocks together, spliced into their base model, and write them as a run of their own.
 
@@ -64,12 +65,24 @@ def tune(
         run: Name of the run that is written; by default the read one's with -tuned.
         out: Folder that holds it; by default that of the run that is read.
         model: Base model in place of the one named in the checkpoints.
-        resume: Continue an interrupted tuning exactly where it stopped.
+        resume: Continue an interrupted tuning exactly where it stopped. With --accumulation and --checkpointing it then
+            takes less memory; other options stay as they were.
+        guard_tokens: Held-out tokens on which all layers are measured at the end, before and after, whether they still
+            describe their MLPs; 0: not measured.
     """
     from mxd.training.tune import tune as begin
 
     folder = begin(checkpoints, how, run, out, resume, source=model)
-    say(f"done: {folder}\nnext: mxd evaluate {typed(folder)} --together")
+    say(f"done: {folder}")
+    if guard_tokens > 0 and not rank():
+        from mxd.evaluation.checkpoints import save_results
+        from mxd.evaluation.tuned import before_and_after
+        from mxd.report.terminal import tuned_tables
+
+        results = before_and_after(folder, guard_tokens)
+        show(*tuned_tables(results))
+        say(f"numbers: {save_results(results, folder / 'tuned.json')}")
+    say(f"next: mxd whole {typed(*checkpoints[: 0 if resume else None], folder)}")
 
 
 @app.command

@@ -107,8 +107,14 @@ class MeasuredWhole:
     """What is measured of one set; constructing it runs every check of its splices."""
 
     def __init__(
-        self, model: FrozenModel, replacements: Mapping[int, Replacement], excluded: Sequence[int], how: WholeConfig
+        self,
+        model: FrozenModel,
+        replacements: Mapping[int, Replacement],
+        excluded: Sequence[int],
+        how: WholeConfig,
+        parts: bool = True,
     ) -> None:
+        self.parts = parts
         whole = Ways(model, replacements, excluded)
         self.whole, self.around = whole.full, whole.around
         self.layers = self.whole.splice.layers
@@ -125,6 +131,8 @@ class MeasuredWhole:
 
     def _asked(self) -> Iterator[Blocks]:
         """Yield every choice of blocks that is replaced."""
+        if not self.parts:
+            return
         for number in self.blocks:
             yield frozenset([number])
             yield self._without(number)
@@ -143,19 +151,23 @@ class MeasuredWhole:
     def report(self, base: Mean) -> dict[str, Any]:
         """Return the metrics, given the base model's cross-entropy over the same tokens."""
         increase = self.whole.prediction.increase
-        alone = Mean.sum([self.ways[frozenset([number])].prediction.increase for number in self.blocks])
-        return {
+        found = {
             "tokens": sum(base.counts),
             "contexts": len(base.counts),
             "ce_base": base.value,
             "ce_base_se": base.standard_error,
             **self.whole.prediction.report(),
             "around_special": self.around.prediction.report(),
+            "by_context": {"tokens": base.counts, "ce_increase": increase.by_context},
+            "blocks": {str(number): self._block(number) for number in self.blocks},
+        }
+        if not self.parts:
+            return found
+        alone = Mean.sum([self.ways[frozenset([number])].prediction.increase for number in self.blocks])
+        return found | {
             "alone_sum": alone.value,
             "alone_sum_se": alone.standard_error,
-            "by_context": {"tokens": base.counts, "ce_increase": increase.by_context},
             "by_number": self._by_number(),
-            "blocks": {str(number): self._block(number) for number in self.blocks},
         }
 
     def _by_number(self) -> dict[str, Any]:
@@ -171,6 +183,8 @@ class MeasuredWhole:
     def _block(self, number: int) -> dict[str, Any]:
         """Return what one block's layer does: to its MLP's output, alone in the model, and among the others."""
         found = self.on_base[number].report() | {"spliced": self.on_spliced[number].report()}
+        if not self.parts:
+            return found
         found["alone"] = self.ways[frozenset([number])].prediction.report()
         if rest := self._without(number):
             without = self.ways[rest].prediction
@@ -197,6 +211,7 @@ def evaluate_whole(
     how: WholeConfig = DEFAULTS.whole,
     excluded: Sequence[int] | None = None,
     forward_contexts: int | None = None,
+    parts: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Measure what each set does to the model's predictions, all at once and in parts.
 
@@ -207,6 +222,8 @@ def evaluate_whole(
         how: how much of it is read, and how many orders of blocks are drawn.
         excluded: tokens that count neither as targets nor in reconstruction; the tokenizer's special ones by default.
         forward_contexts: contexts in one forward, by default about 1,024 tokens; memory grows with the vocabulary.
+        parts: whether parts of a set are replaced, too; without them there is no ``alone_sum``, ``by_number``,
+            ``alone`` and ``without``.
 
     Returns:
         Name -> of the splice of all blocks ``ce_spliced``, ``ce_increase``, ``kl``, ``top1_agreement`` with ``*_se``,
@@ -223,7 +240,7 @@ def evaluate_whole(
     batches = list(streamed(contexts, how.tokens, forward_contexts))
     if not sets or not all(sets.values()):
         raise MxdError("nothing to evaluate: give at least one replacement in each set.")
-    measured = {name: MeasuredWhole(model, replacements, ids, how) for name, replacements in sets.items()}
+    measured = {name: MeasuredWhole(model, replacements, ids, how, parts) for name, replacements in sets.items()}
     modules = [layer for member in measured.values() for layer in member.layers.values()]
     splices = sum(len(member.all_ways) for member in measured.values())
     total = (2 + 2 * len(measured) + splices) * sum(batch.size for batch in batches)

@@ -8,11 +8,13 @@ from rich.text import Text
 
 from mxd.metrics import (
     ALONE,
+    BEFORE_AND_AFTER,
     BY_CHANCE,
     CE_INCREASE,
     DEAD_UNITS,
     DEAD_UNITS_SHARE,
     GARBAGE,
+    KL,
     LEADER,
     MASKING,
     NORMALIZED_RANK,
@@ -26,6 +28,7 @@ from mxd.metrics import (
     RANKED,
     RATE,
     THRESHOLD,
+    TOP1,
     WHOLE,
     WHOLE_ORDERS,
     WON_BACK,
@@ -102,6 +105,27 @@ def _metrics_table(title: str, results: Mapping[str, Any], metrics: Sequence[Met
     for name, result in results.items():
         table.add_row(name, *(metric.with_error(result) for metric in metrics))
     return table
+
+
+def tuned_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield sets of layers before and after their tuning: all blocks at once, then block by block."""
+    found, whole = results["results"], (CE_INCREASE, KL, TOP1)
+    tokens = next(iter(found.values()))["after"]["tokens"]
+    title = f"Before → after tuning, {tokens:,} held-out tokens, all blocks replaced"
+    table = Table("set", *(metric.title for metric in whole), title=title, title_justify="left")
+    for name, result in found.items():
+        table.add_row(name, *_before_and_after(result["before"], result["after"], whole))
+    yield table
+    for name, result in found.items():
+        title = f"{name}: by block, on the base model's inputs, before → after"
+        table = Table("block", *(m.title for m in BEFORE_AND_AFTER), title=title, title_justify="left")
+        for block, after in result["after"]["blocks"].items():
+            table.add_row(block, *_before_and_after(result["before"]["blocks"][block], after, BEFORE_AND_AFTER))
+        yield table
+
+
+def _before_and_after(before: Mapping[str, Any], after: Mapping[str, Any], metrics: Sequence[Metric]) -> Iterator[str]:
+    return (f"{metric.shown(before)} → {metric.shown(after)}" for metric in metrics)
 
 
 def structure_table(results: Mapping[str, Any]) -> Table:

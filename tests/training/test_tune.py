@@ -11,25 +11,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import mxd
 from safetensors.torch import load_file
 
 from mxd.artifacts.checkpoint import load_layers, save_layer
 from mxd.artifacts.folders import read_config
 from mxd.artifacts.provenance import Provenance
-from mxd.artifacts.sets import sets_of
+from mxd.artifacts.sets import named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE
 from mxd.common.stop import Interrupted
 from mxd.config import dump_config, parse_config
 from mxd.evaluation.checkpoints import open_checkpoints
 from mxd.evaluation.faithfulness import evaluate
+from mxd.evaluation.tuned import before_and_after
+from mxd.evaluation.whole import evaluate_whole
 from mxd.joint import Shares, TunedMLP
 from mxd.layers.losses import normalized_mse
+from mxd.metrics import BEFORE_AND_AFTER
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.model.unembedding import Unembedding
 from mxd.ops.tiled import tiled_sum
 from mxd.planning.layout import ParallelLayout, plan_layers
+from mxd.questions import WholeConfig
+from mxd.report.page import write_report
 from mxd.splice import SiblingWarning, Splice, spliced
 from mxd.training.phases import at_once
 from mxd.training.step import Trainee, learned
@@ -421,6 +427,50 @@ def test_what_the_run_says_under_tune_holds_unless_it_is_given(trained: Path, tm
     assert config.training.steps == 1024 and config.training.settings.warmup_steps == 51
 
 
+# Before and after
+
+
+def test_before_and_after_are_what_mxd_whole_measures(
+    trained: Path, base: FrozenModel, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--tokens", "512", "--batch-tokens", "512", "--lr", "0.01", "--run", "t", "--out", tmp_path]
+    code, out, err = mxd(capsys, "tune", *of_kind(trained, "mxd"), *words, "--guard-tokens", "512")
+    assert code == 0, err
+    found = json.loads((tmp_path / "t" / "tuned.json").read_text())
+    layers = {when: named_layers([path]) for when, path in (("before", trained), ("after", tmp_path / "t"))}
+    subject = open_checkpoints([trained], model=base)
+    sets = {
+        when: {own.provenance.block: own for own in layers[when].values() if "mxd" in own.path.name} for when in layers
+    }
+    how = WholeConfig(tokens=512)
+    whole = evaluate_whole(base, sets, subject.contexts(), how)
+    (name,) = found["results"]
+    assert name == "mxd-k8" and found["asked"]["tokens"] == 512
+    for when in ("before", "after"):
+        got, right = found["results"][name][when], whole[when]
+        assert got["ce_increase"] == pytest.approx(right["ce_increase"], rel=1e-5) and "by_number" not in got
+        assert got["tokens"] == right["tokens"]
+        for block in ("0", "2"):
+            for metric in BEFORE_AND_AFTER:
+                value = right["blocks"][block][metric.key]
+                assert got["blocks"][block][metric.key] == pytest.approx(value, rel=1e-5)
+            assert got["blocks"][block]["spliced"]["nmse_mean_gate"] > 0 and "alone" not in got["blocks"][block]
+    shown = [whole[when]["blocks"]["2"]["nmse_mean_gate"] for when in ("before", "after")]
+    assert shown[0] != shown[1]
+    arrow = " → ".join(f"{value:.4f}" for value in shown)
+    page = write_report(tmp_path / "t")[1].read_text()
+    assert arrow in " ".join(out.split()) and arrow in page and "Before and after tuning" in page
+    with pytest.raises(MxdError, match="holds no tuning"):
+        before_and_after(trained)
+
+
+def test_nothing_is_measured_where_nothing_is_asked_for(trained: Path, tmp_path: Path, capsys) -> None:
+    words = ["--tokens", "512", "--batch-tokens", "512", "--run", "t", "--out", tmp_path, "--guard-tokens", "0"]
+    code, out, _ = mxd(capsys, "tune", *of_kind(trained, "tc"), *words)
+    assert code == 0 and not (tmp_path / "t" / "tuned.json").exists()
+    assert out.splitlines()[-1].startswith("next: mxd whole ") and out.splitlines()[-1].endswith("/t")
+
+
 # Mistakes and mishaps
 
 
@@ -436,10 +486,10 @@ def test_out_of_memory_says_how_to_go_on_and_going_on_gives_the_same(
     whole = tune(of_kind(trained, "mxd"), how, "whole", str(tmp_path), model=base)
     part = TuneLoop._part
 
-    def runs_out(self: TuneLoop, *args: object) -> None:
+    def runs_out(self: TuneLoop, *args: object, **options: bool) -> None:
         if self.step == 2:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nmore")
-        part(self, *args)
+        part(self, *args, **options)
 
     monkeypatch.setattr(TuneLoop, "_part", runs_out)
     said = r"out of memory at step 2\. The last saved state is kept: continue with mxd tune \S+/t/config.yaml --resume "
@@ -449,10 +499,15 @@ def test_out_of_memory_says_how_to_go_on_and_going_on_gives_the_same(
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
     ]
     parts = []
-    monkeypatch.setattr(TuneLoop, "_part", lambda self, ids, *args: (parts.append(len(ids)), part(self, ids, *args)))
+
+    def counted(self: TuneLoop, ids: torch.Tensor, *args: object, **options: bool) -> None:
+        parts.append((len(ids), self.how.checkpointing))
+        part(self, ids, *args, **options)
+
+    monkeypatch.setattr(TuneLoop, "_part", counted)
     again = TuneConfig(accumulation=2, checkpointing=True)
     folder = tune([tmp_path / "t" / "config.yaml"], again, resume=True, model=base)
-    assert parts == [4, 4]  # of the one step that was left
+    assert parts == [(4, True), (4, True)]  # of the one step that was left
     for name in weights(whole):
         ours, theirs = (load_file(run / name / "model.safetensors") for run in (folder, whole))
         for key, value in theirs.items():
