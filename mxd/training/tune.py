@@ -21,8 +21,7 @@ from mxd.common.processes import Processes, launched
 from mxd.common.progress import console
 from mxd.config import RunConfig, load_config, recorded, tuning_as_training
 from mxd.data.activations import Cursor
-from mxd.data.contexts import special_ids, token_contexts
-from mxd.data.text import documents
+from mxd.data.contexts import special_ids
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
@@ -32,7 +31,7 @@ from mxd.splice import check_provenance
 from mxd.training.optimizers import Optimizer
 from mxd.training.phases import at_once
 from mxd.training.saving import Saver, trained_layer
-from mxd.training.source import load_base
+from mxd.training.source import load_base, text_contexts
 from mxd.training.state import load_state
 from mxd.training.step import Trainee, learned
 from mxd.training.trainer import claim, keep_freed_memory
@@ -163,8 +162,6 @@ def _check_together(layers: Mapping[str, Trained]) -> None:
 def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: Any, processes: Processes) -> None:
     keep_freed_memory()
     base, how = load_base(config, model), config.tune
-    if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     for trained in layers.values():
         check_provenance(base, trained.provenance.block, trained.provenance)
     size = _contexts_of_a_step(config, processes)
@@ -183,13 +180,9 @@ def _tune(config: RunConfig, layers: dict[str, Trained], resume: bool, model: An
     if state is not None:
         saver.restore(state, shard=False)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
-    data = config.data
     with processes.together():
-        texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-        contexts = token_contexts(
-            texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary
-        )
-        unembedding = Unembedding.of(base, torch.tensor(next(contexts(0))[None, :8]).long())
+        contexts = text_contexts(config, base, cursor)
+        unembedding = Unembedding.of(base, torch.tensor([base.tokenizer("Any text will do.")["input_ids"]]))
     saver.begin(state)
     number = sum(t.layer.config.num_params for t in ordered)
     console.print(f"{len(ordered)} layers in {len(sets)} sets, {number:,} parameters")
