@@ -5,7 +5,8 @@
 config: a run's, as a mapping; resume, groups, shard: as for ``train``; ids: folder for the token ids of this process's
 part of every batch; poison: [rank, forward] whose activations are NaN; stop: step before which rank 0 gets a SIGTERM;
 kill: [rank, step before which it is killed]; expect: text that an error holds; cache: folder to which the activations
-are written, and nothing is trained; hub: folder of .jsonl files in place of the Hub; own: rank -> fields that are different for it.
+are written, and nothing is trained; hub: folder of .jsonl files in place of the Hub; own: rank -> fields that are
+different for it.
 """
 
 import importlib

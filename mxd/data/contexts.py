@@ -169,6 +169,8 @@ class Streamed:
         begin = self._begin() if start else Bookmark()
         number, seen, ids = begin.context, begin.text, list(begin.ids)
         for place, texts in _batches(self.texts, begin.place):
+            if number < start:
+                self.bookmarks.clear()  # of a text that is read again only the last before ``start`` is of use
             if place is not None:
                 self.bookmarks[number] = Bookmark(number, seen, tuple(ids), place)
             rows, ids = self.cut(texts, ids)
