@@ -4,17 +4,22 @@ import gc
 import hashlib
 import random
 from dataclasses import asdict
+from itertools import pairwise
 
 import datasets
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 from streams import LOADERS, served, write_files
 
+from mxd.common.errors import MxdError
 from mxd.data import streams
+from mxd.data.activations import Cursor
 from mxd.data.contexts import Bookmark, token_contexts
 from mxd.data.text import documents
 from mxd.model.loading import load_frozen
+from mxd.training.tuning import batches_of
 
 pytestmark = [  # `datasets` leaves the file open of a CSV that is not read to its end
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -155,6 +160,24 @@ def test_contexts_go_on_from_a_bookmark_and_nothing_before_it_is_read(hub, token
         if n % 20 == 0:
             assert [row.tolist() for row in rest] == rows[n + 1 :]
     assert len(blocks.bookmarks) < 4 and before > 60
+
+
+def test_a_tunings_batches_go_on_from_every_cursor(hub, tokenizer):
+    """And where they are read on a second time."""
+    batches = list(batches_of(token_contexts(opened(), tokenizer, context=16), Cursor(), 6))
+    assert len(batches) > 9
+    cursor = Cursor()
+    for batch, following in pairwise(batches):
+        contexts = token_contexts(opened(), tokenizer, context=16, begin=cursor.bookmark)
+        again = next(batches_of(contexts, cursor, 6))
+        assert torch.equal(again.ids, batch.ids)
+        assert again.cursor == batch.cursor and again.cursor.bookmark == batch.cursor.bookmark
+        cursor = through_json(again.cursor)
+        assert not torch.equal(batch.ids, following.ids)
+    assert cursor.bookmark.place.window > 3
+    other = Cursor(cursor.context, text="0" * 32, bookmark=cursor.bookmark)
+    with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
+        next(batches_of(token_contexts(opened(), tokenizer, context=16, begin=other.bookmark), other, 6))
 
 
 def test_another_text_at_the_bookmark_has_another_hash(hub, tokenizer):

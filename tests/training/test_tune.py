@@ -340,9 +340,9 @@ def test_a_stream_is_read_on_where_it_was(
     trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the above, resumed twice, and the first of these times the text had changed."""
-    lines = [f"{i} is a number, and {i * i} its square." for i in range(600)]
-    monkeypatch.setattr("mxd.data.streams.WINDOW", 40)
-    monkeypatch.setattr("mxd.data.streams.BATCH", 7)
+    lines = [f"{i} is a number, and {i * i} its square." for i in range(200)]
+    monkeypatch.setattr("mxd.data.streams.WINDOW", 8)
+    monkeypatch.setattr("mxd.data.streams.BATCH", 3)
     monkeypatch.setattr("datasets.load_dataset", served(tmp_path / "hub", "parquet"))
     write_files(tmp_path / "hub", "parquet", lines)
     shutil.copytree(trained, tmp_path / "two")
@@ -350,8 +350,9 @@ def test_a_stream_is_read_on_where_it_was(
         said = json.loads(file.read_text())
         said["provenance"]["data"] |= {"source": "org/name", "streaming": True}
         file.write_text(json.dumps(said))
-    how = TuneConfig(**HOW | {"tokens": 3072, "save_every": 1})
-    whole = tune([tmp_path / "two"], how, "whole", str(tmp_path), model=base)
+    how = TuneConfig(**HOW | {"tokens": 768, "batch_tokens": 128, "save_every": 1})
+    layers = of_kind(tmp_path / "two", "tc")
+    whole = tune(layers, how, "whole", str(tmp_path), model=base)
     real, step, windows = TextStream._windows, TuneLoop.train_batch, []
 
     def seen(self: TextStream, place: Place) -> Iterator[tuple[Place, list[dict[str, Any]]]]:
@@ -367,7 +368,7 @@ def test_a_stream_is_read_on_where_it_was(
     monkeypatch.setattr(TextStream, "_windows", seen)
     monkeypatch.setattr(TuneLoop, "train_batch", stops)
     with pytest.raises(KeyboardInterrupt):
-        tune([tmp_path / "two"], how, "part", str(tmp_path), model=base)
+        tune(layers, how, "part", str(tmp_path), model=base)
     config = tmp_path / "part" / "config.yaml"
     write_files(tmp_path / "hub", "parquet", [line.upper() for line in lines])
     with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
