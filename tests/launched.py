@@ -5,7 +5,8 @@
 config: a run's, as a mapping; resume, groups, shard: as for ``train``; ids: folder for the token ids of this process's
 part of every batch; poison: [rank, forward] whose activations are NaN; stop: step before which rank 0 gets a SIGTERM;
 kill: [rank, step before which it is killed]; expect: text that an error holds; cache: folder to which the activations
-are written, and nothing is trained; own: rank -> fields that are different for it.
+are written, and nothing is trained; hub: folder of .jsonl files in place of the Hub; own: rank -> fields that are
+different for it.
 """
 
 import importlib
@@ -15,12 +16,15 @@ import signal
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
+from streams import served
 
 from mxd.common.errors import MxdError
 from mxd.common.processes import launched
 from mxd.config import parse_config
+from mxd.data import streams
 from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
 
@@ -42,6 +46,9 @@ def run(job: dict) -> None:
             seen.append(batch.ids.numpy())
             yield batch
 
+    if "hub" in job:
+        datasets.load_dataset = served(Path(job["hub"]), "jsonl")
+        streams.WINDOW, streams.BATCH = 24, 5
     module.activation_stream = recorded
     config = parse_config(job["config"])
     model = load_frozen(config.model.source, device="cpu")

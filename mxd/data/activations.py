@@ -10,7 +10,7 @@ others the rows of the batches that it trains on. The batches do not depend on t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE, Processes
 from mxd.data.checks import MOST_USELESS, check_activations, check_text
-from mxd.data.contexts import Contexts, counted_positions
+from mxd.data.contexts import Bookmark, Contexts, Finite, Streamed, counted_positions
 from mxd.data.exchange import RankPart, WindowActivations, exchange_rows
 from mxd.model.frozen import FrozenModel, Record
 
@@ -36,6 +36,8 @@ class Cursor:
     batch: int = 0
     text: str = ""
     """Hash of the token ids up to here; "" where it is not known, and at the beginning."""
+    bookmark: Bookmark | None = field(default=None, compare=False, repr=False)
+    """Where a streamed text can be read from to get to ``context``."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,6 @@ class _Window:
     """Where the next window begins."""
 
     @property
-    def end(self) -> int:
-        """The number of contexts read from the text up to the end of this window."""
-        return _contexts(self.next)
-
-    @property
     def tokens(self) -> int:
         """The number of its tokens."""
         return sum(map(len, self.counted))
@@ -76,6 +73,16 @@ class _Window:
         if part.start == part.stop:  # fewer contexts than processes: run one to learn the widths, and keep nothing
             return _Window(self.rows[:1], [self.counted[0][:0]], self.next)
         return _Window(self.rows[part], self.counted[part], self.next)
+
+
+def locating(contexts: Finite | Streamed) -> Callable[[Cursor], Cursor]:
+    """Return what adds to a cursor the hash of the text up to there, which has been read, and a bookmark."""
+
+    def located(cursor: Cursor) -> Cursor:
+        read = cursor.context + bool(cursor.offset)  # also a context cut in two
+        return replace(cursor, text=contexts.digest(read), bookmark=contexts.bookmark(cursor.context))
+
+    return located
 
 
 Counts = Callable[[Int[np.ndarray, " context"]], Bool[np.ndarray, " context"]]
@@ -104,7 +111,7 @@ def activation_batches(
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
     accept: WindowFilter | None = None,
-    digest: Callable[[int], str] = lambda count: "",
+    located: Callable[[Cursor], Cursor] = lambda cursor: cursor,
     record: Record | None = None,
 ) -> Iterator[Batch]:
     """Yield shuffled batches of MLP inputs and outputs, the same for the same arguments.
@@ -124,7 +131,7 @@ def activation_batches(
         shares: the part of every batch that each of them takes; by default everything. ``batch_tokens`` is a multiple
             of every share's ``parts``.
         accept: called for every window in turn; windows for which it returns False are skipped.
-        digest: returns the hash of the token ids of the first n contexts, once they have been read.
+        located: adds to a cursor the hash of the text up to there, which has been read, and a bookmark.
         record: runs the model; by default ``model.record``.
 
     Raises:
@@ -144,17 +151,17 @@ def activation_batches(
         with processes.together():
             window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
             if text:  # a cursor within a window has the hash of the window's end, one between two that of its start
-                check_text(text, digest(_contexts(cursor) if cursor.batch == 0 or window is None else window.end))
+                check_text(text, located(cursor if cursor.batch == 0 or window is None else window.next).text)
                 text = ""
             while window is not None and accept is not None and not accept(cursor, window.tokens // batch_tokens):
-                cursor = replace(window.next, text=digest(window.end))
+                cursor = located(window.next)
                 window, split = _plan(source, split, cursor, per_window * batch_tokens, counts)
             filled = None
             if window is not None:
                 filled = _fill(model, record, blocks, window.part(processes), forward_contexts)
         if window is None or filled is None:
             return
-        following = replace(window.next, text=digest(window.end))
+        following = located(window.next)
         total = window.tokens
         means = {
             block: (processes.add(x.sum(0)) / total, processes.add(y.sum(0)) / total)
@@ -184,11 +191,6 @@ def _batch_order(seed: list[int], tokens: int, batch_tokens: int) -> Int[Tensor,
     generator = torch.Generator().manual_seed(int(np.random.default_rng(seed).integers(2**62)))
     batches = tokens // batch_tokens
     return torch.randperm(tokens, generator=generator)[: batches * batch_tokens].view(batches, batch_tokens)
-
-
-def _contexts(cursor: Cursor) -> int:
-    """Return how many contexts have been read before a window that begins there, a context cut in two included."""
-    return cursor.context + bool(cursor.offset)
 
 
 def _plan(

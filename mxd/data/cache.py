@@ -236,6 +236,8 @@ def _write_shard(
         size, digest = file.stat().st_size, sha256(file)
     shard = Shard(number, len(ids), start, tuple(batch.cursor for batch in batches), size, digest)
     description = asdict(shard)
+    for cursor in (description["start"], *description["ends"]):
+        del cursor["bookmark"]  # no batch of a cache is reached through the text
     store.write(description_name(number), encoded({**description, "seal": seal_of(identity, description)}))
 
 

@@ -1,14 +1,15 @@
 """Documents -> contexts of token ids: packed to one length, BOS first where the model has one.
 
 A list of documents is tokenised once, in an order drawn from the seed, into a file that is memory-mapped here and by
-every later run, and is read in a new order every epoch. A stream is tokenised as it comes; a resumed run reads its
-beginning again, without running the model on it.
+every later run, and is read in a new order every epoch. A stream is tokenised as it comes; a resumed run reads on from
+a bookmark a little before its place, or where there is none from the beginning, without running the model on that.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jaxtyping import Bool, Int
 
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file
+from mxd.common.progress import console
+from mxd.data.streams import BATCH, Place, TextStream
 
 Contexts = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
 """``contexts(n)`` yields the contexts of a text from number n on."""
@@ -67,6 +70,7 @@ def token_contexts(
     repeat: bool = True,
     shuffle: bool = True,
     vocabulary: int | None = None,
+    begin: "Bookmark | None" = None,
 ) -> "Finite | Streamed":
     """Pack documents into contexts of ``context`` tokens.
 
@@ -82,13 +86,14 @@ def token_contexts(
         repeat: begin a new epoch, in a new order, at the end of a list.
         shuffle: whether a list is reordered at all.
         vocabulary: the number of token ids that the model knows; by default no id is too large.
+        begin: where to begin reading texts that are not a list, to reach any context after it.
 
     Raises:
         MxdError: the texts are shorter than one context, or the tokenizer gives ids that the model does not know.
     """
     first = tokenizer.bos_token_id if bos else None
     if not isinstance(texts, list):
-        return Streamed(lambda: _pack(texts, tokenizer, context, first), vocabulary)
+        return Streamed(texts, partial(_cut, tokenizer=tokenizer, context=context, first=first), vocabulary, begin)
     rng = np.random.default_rng(seed)
     ordered = [texts[i] for i in rng.permutation(len(texts))] if shuffle else texts
     return Finite(*_packed_once(ordered, tokenizer, context, first, vocabulary), seed, repeat, shuffle)
@@ -120,27 +125,71 @@ class Finite:
         """Return the hash of all token ids, whatever the number of contexts."""
         return self.sha256.hex()[:32]
 
+    def bookmark(self, contexts: int) -> None:
+        """Return nothing: every context is at hand."""
+
+
+@dataclass(frozen=True)
+class Bookmark:
+    """Where a stream can be read from: everything that the contexts from there on depend on."""
+
+    context: int = 0
+    """Contexts before it."""
+    text: str = ""
+    """Their hash."""
+    ids: tuple[int, ...] = ()
+    """Token ids after them, of documents before ``place``."""
+    place: Place | None = None
+    """Where the next document is; ``None`` at the beginning."""
+
+
+Cut = Callable[[list[str], Sequence[int]], tuple[list[Int[np.ndarray, " context"]], list[int]]]
+"""``cut(texts, ids)`` returns the contexts of the ids and then the texts, and the ids left over."""
+
 
 @dataclass(frozen=True)
 class Streamed:
     """The contexts of texts that are read once, hashed as they come."""
 
-    pack: Callable[[], Iterator[Int[np.ndarray, " context"]]]
+    texts: Iterable[str]
+    cut: Cut
     vocabulary: int | None
+    begin: Bookmark | None = None
+    """Where to begin reading, to reach any context after it."""
     digests: dict[int, str] = field(default_factory=dict)
     """n -> hash of the first n contexts, for values of n that were reached lately."""
+    bookmarks: dict[int, Bookmark] = field(default_factory=dict)
+    """n -> the last bookmark after n contexts, for values of n that were reached lately."""
 
     def __call__(self, start: int) -> Iterator[Int[np.ndarray, " context"]]:
-        """Yield the contexts from number ``start`` on."""
-        seen = hashlib.sha256()
-        self.digests[0] = seen.hexdigest()[:32]
-        for number, row in enumerate(self.pack(), 1):
-            _check_ids(row, self.vocabulary)
-            seen.update(row.data)
-            if number >= start:
-                self.digests[number] = seen.hexdigest()[:32]
-            if number > start:
-                yield row
+        """Yield the contexts from number ``start`` on.
+
+        The hash of n contexts is that of the hash of n - 1 contexts and the ids of one more.
+        """
+        begin = self._begin() if start else Bookmark()
+        number, seen, ids = begin.context, begin.text, list(begin.ids)
+        for place, texts in _batches(self.texts, begin.place):
+            if number < start:
+                self.bookmarks.clear()  # of a text that is read again only the last before ``start`` is of use
+            if place is not None:
+                self.bookmarks[number] = Bookmark(number, seen, tuple(ids), place)
+            rows, ids = self.cut(texts, ids)
+            for row in rows:
+                _check_ids(row, self.vocabulary)
+                number, seen = number + 1, _chained(seen, row)
+                if number >= start:
+                    self.digests[number] = seen
+                if number > start:
+                    yield row
+
+    def _begin(self) -> Bookmark:
+        """Return where to begin; where that cannot be, say why and return the beginning of the text."""
+        place = self.begin.place if self.begin else None
+        problem = self.texts.obstacle(place) if isinstance(self.texts, TextStream) else "it can be read in no other way"
+        if self.begin and not problem:
+            return self.begin
+        console.print(f"The text is read again from its beginning: {problem}.", soft_wrap=True, markup=False)
+        return Bookmark()
 
     def digest(self, contexts: int) -> str:
         """Return the hash of the first ``contexts`` contexts' token ids; "" before they have been read.
@@ -151,6 +200,17 @@ class Streamed:
             if number < contexts:
                 del self.digests[number]
         return self.digests.get(contexts, "")
+
+    def bookmark(self, contexts: int) -> Bookmark | None:
+        """Return the last bookmark before the end of the first ``contexts`` contexts, if there is one.
+
+        At least one context is thus read again, whose hash shows whether it is the same text. Earlier bookmarks are
+        forgotten.
+        """
+        before = [number for number in list(self.bookmarks) if number < contexts]
+        for number in sorted(before)[:-1]:
+            del self.bookmarks[number]
+        return self.bookmarks[max(before)] if before else None
 
 
 def token_folder() -> Path:
@@ -236,7 +296,12 @@ def _write(
 def _packed(
     texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
 ) -> Int[np.ndarray, "contexts context"]:
-    packed = np.array(list(_pack(texts, tokenizer, context, first)), dtype=np.int32)
+    rows: list[np.ndarray] = []
+    ids: list[int] = []
+    for _, batch in _batches(texts):
+        more, ids = _cut(batch, ids, tokenizer, context, first)
+        rows += more
+    packed = np.array(rows, dtype=np.int32)
     if len(packed) == 0:
         raise MxdError(
             f"the text holds less than one context of {context} tokens; give more text or a shorter context."
@@ -245,21 +310,41 @@ def _packed(
     return packed
 
 
-def _pack(
-    texts: Iterable[str], tokenizer: Any, context: int, first: int | None
-) -> Iterator[Int[np.ndarray, " context"]]:
-    """Tokenise documents, 256 at a time, and cut their ids, joined by EOS, into contexts that begin with ``first``."""
+def _batches(texts: Iterable[str], place: Place | None = None) -> Iterator[tuple[Place | None, list[str]]]:
+    """Yield documents by the batch, each with its place if it has one, from a place on."""
+    if isinstance(texts, TextStream):
+        return texts.batches(place)
+    source = iter(texts)
+    return ((None, batch) for batch in iter(lambda: list(islice(source, BATCH)), []))
+
+
+def _cut(
+    texts: list[str], ids: Sequence[int], tokenizer: Any, context: int, first: int | None
+) -> tuple[list[Int[np.ndarray, " context"]], list[int]]:
+    """Tokenise documents and cut their ids, joined by EOS, into contexts that begin with ``first``.
+
+    Args:
+        texts: the documents.
+        ids: token ids that come before theirs.
+        tokenizer: a Hugging Face tokenizer.
+        context: tokens in a context.
+        first: the token that each begins with, if any.
+
+    Returns:
+        The contexts, and the ids that are left over.
+    """
     head = [] if first is None else [first]
     room = context - len(head)
-    eos = tokenizer.eos_token_id
-    pending: list[int] = []
-    source = iter(texts)
-    while batch := list(islice(source, 256)):
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            pending.extend(ids)
-            if eos is not None:
-                pending.append(eos)
-        whole = len(pending) // room
-        for i in range(whole):
-            yield np.array(head + pending[i * room : (i + 1) * room], dtype=np.int32)
-        pending = pending[whole * room :]
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pending = list(ids)
+    for own in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        pending += [*own, *eos]
+    whole = len(pending) // room * room
+    rows = [np.array(head + pending[i : i + room], dtype=np.int32) for i in range(0, whole, room)]
+    return rows, pending[whole:]
+
+
+def _chained(before: str, row: Int[np.ndarray, " context"]) -> str:
+    digest = hashlib.sha256(before.encode())
+    digest.update(row.data)
+    return digest.hexdigest()[:32]

@@ -10,6 +10,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from glob import glob, has_magic
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -141,11 +142,18 @@ def hub_rows(source: str, table: Iterable[Row]) -> Iterator[Located]:
     """Yield the rows of a table that ``hub_table`` has loaded.
 
     Raises:
-        MxdError: in place of anything that a Hub client raises on the way, so that a run can save.
+        MxdError: in place of anything that a Hub client raises on the way.
     """
-    try:
+    with reading(source):
         for number, row in enumerate(table, 1):
             yield f"{source}, row {number}", row
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turn whatever a Hub client raises in the ``with`` block into an ``MxdError``, so that a run can save."""
+    try:
+        yield
     except MxdError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError, unknown
 from mxd.common.files import file_sha256, regular
 from mxd.common.parsing import without_surrogates
+from mxd.data.streams import TextStream
 from mxd.data.tables import (
     DOCUMENTS,
     Located,
@@ -116,11 +117,11 @@ def _hub(source: str, split: str, column: str, streaming: bool, seed: int, part:
     table = hub_table(source, split, "`bundled`", streaming)
     if table.column_names is not None:
         check_columns(source, table.column_names, {"data.column": column})
-    if streaming:
-        table = table.shuffle(seed=seed, buffer_size=10_000)
-    texts = _texts(hub_rows(source, table), column)
-    chosen = texts if part == "all" else (text for text in texts if _hash_split(text) == part)
-    return chosen if streaming else list(chosen)
+
+    def read(rows: Iterable[Located]) -> Iterator[str]:
+        return (text for text in _texts(rows, column) if part == "all" or _hash_split(text) == part)
+
+    return TextStream(source, table, read, seed) if streaming else list(read(hub_rows(source, table)))
 
 
 def _texts(rows: Iterable[Located], column: str) -> Iterator[str]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
 from mxd.config import RunConfig, plain_config, recorded
-from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches
+from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches, locating
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
 from mxd.data.checks import check_activations, check_text
-from mxd.data.contexts import special_ids, token_contexts
+from mxd.data.contexts import Finite, Streamed, special_ids, token_contexts
 from mxd.data.exchange import RankPart
 from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
@@ -107,11 +107,8 @@ def _live(
     record: Record | None = None,
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
-    if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
-    texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-    contexts = token_contexts(texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary)
-    if start is not None and start.text and isinstance(texts, list):
+    contexts = text_contexts(config, base, start)
+    if start is not None and start.text and isinstance(contexts, Finite):
         check_text(start.text, contexts.digest(start.context))
     per_buffer = max(1, training.buffer_tokens // data.context)
     return activation_batches(
@@ -128,8 +125,28 @@ def _live(
         processes=processes,
         shares=shares,
         accept=accept,
-        digest=contexts.digest,
+        located=locating(contexts),
         record=record,
+    )
+
+
+def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) -> Finite | Streamed:
+    """Return the contexts of a run's text, to be read from a position on.
+
+    Raises:
+        MxdError: no text, or no tokenizer.
+    """
+    data = config.data
+    if base.tokenizer is None:
+        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
+    return token_contexts(
+        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part),
+        base.tokenizer,
+        data.context,
+        data.bos,
+        config.seed,
+        vocabulary=base.vocabulary,
+        begin=start.bookmark if start is not None else None,
     )
 
 

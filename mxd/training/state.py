@@ -38,7 +38,7 @@ from mxd.common.progress import console
 from mxd.data.activations import Cursor
 from mxd.data.checks import MOST_USELESS
 
-FORMAT = 5
+FORMAT = 6
 RUN_FILE = "run_id"
 
 HASH = r"^[0-9a-f]{32}$"
@@ -58,7 +58,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[5] = 5
+    format: Literal[6] = 6
     files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], Written]
 
 
@@ -67,7 +67,7 @@ class Info(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[5] = 5
+    format: Literal[6] = 6
     run_id: str = Field(pattern=HASH)
     """The run that the state belongs to."""
     step: PositiveInt
@@ -94,6 +94,10 @@ class Info(BaseModel):
                 raise ValueError(f"cursor.{name} = {value} cannot be after {self.tokens} tokens")
         if not re.fullmatch(HASH, cursor.text):
             raise ValueError(f"cursor.text = {cursor.text[:40]!r} is not a hash of a text")
+        if cursor.bookmark and not 0 <= cursor.bookmark.context < cursor.context:
+            raise ValueError(
+                f"cursor.bookmark is after {cursor.bookmark.context} contexts, not before {cursor.context}"
+            )
         if max(self.counted.values(), default=0) > self.tokens:
             raise ValueError(f"counted is more than {self.tokens} tokens")
         return self
@@ -264,7 +268,7 @@ def _is_older(path: Path) -> bool:
             formats.append(content.get("format") if isinstance(content, dict) else None)
         except (OSError, ValueError):
             formats.append(None)
-    return formats[0] == formats[1] in (2, 3, 4)
+    return formats[0] == formats[1] in (2, 3, 4, 5)
 
 
 def new_run(folder: Path) -> str:

@@ -21,8 +21,7 @@ from mxd.common.processes import Processes, launched
 from mxd.common.progress import console
 from mxd.config import RunConfig, load_config, recorded, tuning_as_training
 from mxd.data.activations import Cursor
-from mxd.data.contexts import special_ids, token_contexts
-from mxd.data.text import documents
+from mxd.data.contexts import special_ids
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
@@ -35,7 +34,7 @@ from mxd.splice import check_provenance, check_siblings
 from mxd.training.optimizers import Optimizer
 from mxd.training.phases import at_once
 from mxd.training.saving import Saver, trained_layer
-from mxd.training.source import load_base
+from mxd.training.source import load_base, text_contexts
 from mxd.training.state import load_state
 from mxd.training.step import Trainee, learned
 from mxd.training.trainer import claim, keep_freed_memory
@@ -169,8 +168,6 @@ def _tune(
         plan = plan_tuning(config.model_copy(update={"tune": how}), model, processes.world, layers)
         check_memory(config, plan, LOWER)
     base = load_base(config, model)
-    if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     for trained in layers.values():
         check_provenance(base, trained.provenance.block, trained.provenance)
     check_siblings(trained.provenance for trained in layers.values())
@@ -190,13 +187,9 @@ def _tune(
     if state is not None:
         saver.restore(state, shard=False)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
-    data = config.data
     with processes.together():
-        texts = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part)
-        contexts = token_contexts(
-            texts, base.tokenizer, data.context, data.bos, config.seed, vocabulary=base.vocabulary
-        )
-        unembedding = Unembedding.of(base, torch.tensor(next(contexts(0))[None, :8]).long())
+        contexts = text_contexts(config, base, cursor)
+        unembedding = Unembedding.of(base, torch.tensor([base.tokenizer("Any text will do.")["input_ids"]]))
     saver.begin(state)
     doing, needed = peak(plan.memory)
     said = f"{len(ordered)} layers in {len(sets)} set{'s' if len(sets) > 1 else ''}, {plan.params:,} parameters"
@@ -218,7 +211,7 @@ def _tune(
         [TunedSet.of(name, members, base) for name, members in sets.items()],
         unembedding,
         special_ids(base.tokenizer),
-    ).run(batches_of(contexts, cursor, how.batch_tokens // data.context))
+    ).run(batches_of(contexts, cursor, how.batch_tokens // config.data.context))
 
 
 def _check_whole(run: Path, layers: Mapping[str, Trained], base: FrozenModel) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mxd.common.errors import MxdError, typed
 from mxd.common.stop import Stop
-from mxd.data.activations import Batch, Cursor
+from mxd.data.activations import Batch, Cursor, locating
 from mxd.data.checks import check_text
 from mxd.data.contexts import counted_positions
 from mxd.joint import Shares, TunedMLP, joint_backward
@@ -45,13 +45,14 @@ def batches_of(contexts: Any, start: Cursor, size: int) -> Iterator[Batch]:
     Raises:
         MxdError: the text differs from the one that was read up to ``start``.
     """
-    stream, number = contexts(start.context), start.context
-    while len(rows := list(islice(stream, size))) == size:
-        if start.text and number == start.context:
-            check_text(start.text, contexts.digest(number))
-        number += size
-        ids = torch.from_numpy(np.concatenate(rows)).long()
-        yield Batch({}, ids, {}, Cursor(number, 0, 0, contexts.digest(number)))
+    stream, cursor, located = contexts(start.context), start, locating(contexts)
+    rows = list(islice(stream, size))
+    if start.text:
+        check_text(start.text, located(start).text)
+    while len(rows) == size:
+        cursor = located(Cursor(cursor.context + size))
+        yield Batch({}, torch.from_numpy(np.concatenate(rows)).long(), {}, cursor)
+        rows = list(islice(stream, size))
 
 
 class TunedStats(Stats):

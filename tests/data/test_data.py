@@ -293,9 +293,11 @@ def test_a_text_is_known_by_its_token_ids(tokenizer, folder):
 
 
 def test_a_stream_is_known_by_what_was_read_of_it(tokenizer):
-    """As the hash of its first contexts, from wherever it is read on."""
+    """As the hash of its first contexts, each with the hash of those before it, from wherever it is read on."""
     rows = packed(SENTENCES, tokenizer, context=8)
-    expected = [hashlib.sha256(np.array(rows[:n], np.int32)).hexdigest()[:32] for n in range(len(rows) + 1)]
+    expected = [""]
+    for row in rows:
+        expected.append(hashlib.sha256(expected[-1].encode() + np.array(row, np.int32).tobytes()).hexdigest()[:32])
     for start in (0, 1, 7):
         blocks = token_contexts(iter(SENTENCES), tokenizer, context=8)
         stream = blocks(start)
@@ -674,11 +676,19 @@ def test_a_stream_that_fails_midway_is_one_clear_error(monkeypatch):
 
     class Rows:
         column_names = None
+        num_shards = 1
 
-        def shuffle(self, **kwargs):
+        def shard(self, **kwargs):
+            return self
+
+        def state_dict(self):
+            return {}
+
+        def __iter__(self):
             return broken()
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: Rows())
+    monkeypatch.setattr("mxd.data.streams.WINDOW", 1)
     stream = iter(documents("a/b", streaming=True))
     assert next(stream) == "one"
     with pytest.raises(MxdError, match="reading 'a/b' failed"):

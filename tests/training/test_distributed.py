@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from streams import write_files
 from torch.distributed import TCPStore
 
 from mxd.common.errors import MxdError
@@ -216,6 +217,30 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, alone: P
     ]
     assert (np.concatenate(parts) == trained_on(alone / "ids", 1)).all()
     assert_same_training(alone / "r", tmp_path / "r")
+
+
+@pytest.mark.long
+def test_processes_read_a_stream_on_where_it_was(tmp_path: Path) -> None:
+    """Stopped twice by a SIGTERM to one process of two, with an odd number of contexts in a window of activations."""
+    hub = tmp_path / "hub"
+    write_files(hub, "jsonl", [f"{i} is a number, and {i * i} its square." for i in range(1500)])
+    jobs = []
+    for run in ("whole", "r"):
+        job = config(tmp_path, run, tokens=20 * BATCH)
+        jobs.append(
+            {"config": job | {"data": {"source": "org/name", "streaming": True, "context": 48}}, "hub": str(hub)}
+        )
+    whole, part = jobs
+    launch(2, whole)
+    expect = "everything is saved"
+    launch(2, part | {"stop": 2, "expect": expect}, part | {"resume": True, "stop": 2, "expect": expect})
+    bookmark = json.loads((tmp_path / "r" / "state" / "step-000000016" / "state.json").read_text())["cursor"][
+        "bookmark"
+    ]
+    assert bookmark["place"]["window"] > 0
+    launch(2, part | {"resume": True})
+    ours, theirs = weights(tmp_path / "r"), weights(tmp_path / "whole")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@
 """
 
 import copy
+import gc
 import importlib
 import json
 import shutil
@@ -13,11 +14,13 @@ import pytest
 import torch
 import yaml
 from runs import assert_same_run, seal_state, stop_after
+from streams import LOADERS, served, write_files
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
 from mxd.common.parsing import differences
 from mxd.config import RunConfig, config_hash, dump_config, load_config, parse_config
+from mxd.data.streams import TextStream
 from mxd.model.loading import load_frozen
 from mxd.training.source import cache_activations
 from mxd.training.trainer import train
@@ -336,6 +339,65 @@ def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, s
     lines[:] = [*LINES[:300], *later[::-1]]
     train(config, resume=True, model=gpt2)
     assert_same_run(whole, config.folder)
+
+
+def hub_run(root: Path, run: str = "r") -> RunConfig:
+    data = {"source": "org/name", "streaming": True}
+    return config_of(root, run, data=data)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Files in place of the Hub, in windows of 24 rows, of which a run reads ten or so."""
+    monkeypatch.setattr("mxd.data.streams.WINDOW", 24)
+    monkeypatch.setattr("mxd.data.streams.BATCH", 5)
+
+    def serve(kind):
+        write_files(tmp_path / "hub", kind, LINES)
+        monkeypatch.setattr("datasets.load_dataset", served(tmp_path / "hub", kind))
+
+    yield serve
+    gc.collect()  # `datasets` leaves a CSV open that is not read to its end
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_stream_is_read_on_where_it_was(tmp_path, gpt2, hub, monkeypatch, kind):
+    """Stopped within a window and between two, and thrice; the files before the last place are never opened again."""
+    hub(kind)
+    whole = train(hub_run(tmp_path, "whole"), model=gpt2)
+    config, places = hub_run(tmp_path), []
+    real = TextStream._windows
+
+    def windows(self, place):
+        for at, rows in real(self, place):
+            places.append(at.window)
+            yield at, rows
+
+    monkeypatch.setattr(TextStream, "_windows", windows)
+    stop_after(5, config, gpt2)
+    assert places[0] == 0
+    for stop in (6, 11):
+        places.clear()
+        stop_after(stop, config, gpt2, resume=True)
+    before = json.loads((config.folder / "state" / "step-000000011" / "state.json").read_text())["cursor"]["bookmark"]
+    places.clear()
+    train(config, resume=True, model=gpt2)
+    assert places[0] == before["place"]["window"] > 0
+    assert_same_run(whole, config.folder)
+
+
+@pytest.mark.parametrize("step", [7, 8])
+def test_a_stream_that_is_another_where_it_is_read_on(tmp_path, gpt2, hub, monkeypatch, step):
+    hub("jsonl")
+    config = hub_run(tmp_path)
+    stop_after(step, config, gpt2)
+    before = contents(config.folder)
+    write_files(tmp_path / "hub", "jsonl", [line.replace("number", "Number") for line in LINES])
+    with pytest.raises(MxdError, match="the text or its tokenizer has changed: its token ids had the"):
+        train(config, resume=True, model=gpt2)
+    assert contents(config.folder) == before
 
 
 # What is written says what it is of

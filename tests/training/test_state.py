@@ -254,7 +254,7 @@ def test_a_state_of_a_format_before_is_said_to_be_one(tmp_path, number):
     if number == 2:
         files = {name: {"bytes": 1, "sha256": "0"} for name in ("a.safetensors", "state.json")}
         (old / "manifest.json").write_text(json.dumps({"format": 2, "files": files}))
-    with pytest.raises(MxdError, match=r"earlier version of mxd, .*\(5\).*--run NAME"):
+    with pytest.raises(MxdError, match=r"earlier version of mxd, .*\(6\).*--run NAME"):
         load_state(tmp_path / "state")
     assert names(tmp_path) == ["step-000000005"]
 
@@ -263,7 +263,7 @@ def test_a_damaged_state_may_look_older_in_one_of_its_files(tmp_path):
     save(tmp_path, 1)
     for step, name in enumerate(("manifest.json", "state.json"), 2):
         file = save(tmp_path, step) / name
-        file.write_text(file.read_text().replace('"format": 5', '"format": 4'))
+        file.write_text(file.read_text().replace('"format": 6', '"format": 4'))
         assert found(tmp_path) == 1
 
 

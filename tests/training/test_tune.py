@@ -6,13 +6,16 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command import mxd
 from safetensors.torch import load_file
+from streams import served, write_files
 
 from mxd.artifacts.checkpoint import load_layers, save_layer
 from mxd.artifacts.folders import read_config
@@ -22,6 +25,7 @@ from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE
 from mxd.common.stop import Interrupted
 from mxd.config import dump_config, parse_config
+from mxd.data.streams import Place, TextStream
 from mxd.evaluation.checkpoints import open_checkpoints
 from mxd.evaluation.faithfulness import evaluate
 from mxd.evaluation.tuned import before_and_after
@@ -336,6 +340,56 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         for file in (part / "metrics.jsonl", whole / "metrics.jsonl")
     ]
     assert lines[0] == lines[1]
+
+
+@pytest.mark.long
+def test_a_stream_is_read_on_where_it_was(
+    trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the above, resumed twice, and the first of these times the text had changed."""
+    lines = [f"{i} is a number, and {i * i} its square." for i in range(200)]
+    monkeypatch.setattr("mxd.data.streams.WINDOW", 8)
+    monkeypatch.setattr("mxd.data.streams.BATCH", 3)
+    monkeypatch.setattr("datasets.load_dataset", served(tmp_path / "hub", "parquet"))
+    write_files(tmp_path / "hub", "parquet", lines)
+    shutil.copytree(trained, tmp_path / "two")
+    for file in (tmp_path / "two").glob("block*/config.json"):
+        said = json.loads(file.read_text())
+        said["provenance"]["data"] |= {"source": "org/name", "streaming": True}
+        file.write_text(json.dumps(said))
+    how = TuneConfig(**HOW | {"tokens": 768, "batch_tokens": 128, "save_every": 1})
+    layers = of_kind(tmp_path / "two", "tc")
+    whole = tune(layers, how, "whole", str(tmp_path), model=base)
+    real, step, windows = TextStream._windows, TuneLoop.train_batch, []
+
+    def seen(self: TextStream, place: Place) -> Iterator[tuple[Place, list[dict[str, Any]]]]:
+        for at, rows in real(self, place):
+            windows.append(at.window)
+            yield at, rows
+
+    def stops(self: TuneLoop, batch: object) -> None:
+        step(self, batch)
+        if self.step in (2, 4):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextStream, "_windows", seen)
+    monkeypatch.setattr(TuneLoop, "train_batch", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tune(layers, how, "part", str(tmp_path), model=base)
+    config = tmp_path / "part" / "config.yaml"
+    write_files(tmp_path / "hub", "parquet", [line.upper() for line in lines])
+    with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
+        tune([config], resume=True, model=base)
+    write_files(tmp_path / "hub", "parquet", lines)
+    windows.clear()
+    with pytest.raises(KeyboardInterrupt):
+        tune([config], resume=True, model=base)
+    monkeypatch.setattr(TuneLoop, "train_batch", step)
+    first = windows[0]
+    windows.clear()
+    part = tune([config], resume=True, model=base)
+    assert 0 < first < windows[0]
+    assert weights(part) == weights(whole) and part != whole
 
 
 def test_a_signal_saves_everything(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
