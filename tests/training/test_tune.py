@@ -360,7 +360,7 @@ def test_a_stream_is_read_on_where_it_was(
     how = TuneConfig(**HOW | {"tokens": 768, "batch_tokens": 128, "save_every": 1})
     layers = of_kind(tmp_path / "two", "tc")
     whole = tune(layers, how, "whole", str(tmp_path), model=base)
-    real, step, windows = TextStream._windows, TuneLoop.train_batch, []
+    real, step, windows, left = TextStream._windows, TuneLoop.train_batch, [], [3, 5]
 
     def seen(self: TextStream, place: Place) -> Iterator[tuple[Place, list[dict[str, Any]]]]:
         for at, rows in real(self, place):
@@ -369,7 +369,8 @@ def test_a_stream_is_read_on_where_it_was(
 
     def stops(self: TuneLoop, batch: object) -> None:
         step(self, batch)
-        if self.step in (2, 4):
+        if self.step in left:
+            left.remove(self.step)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TextStream, "_windows", seen)
