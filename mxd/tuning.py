@@ -13,14 +13,14 @@ class TuneConfig(Settings):
     loss: Literal["kl", "ce"] = "kl"
     """What is minimised of the wholly spliced model: ``kl``, the divergence of its predictions from the base model's;
     ``ce``, its next-token loss on the text, which can leave the base model behind."""
-    nmse: NonNegativeFloat = 0.0
+    nmse: NonNegativeFloat = 1.0
     """Weight of each layer's normalized MSE, against the base MLP on the same (spliced) input. It holds layers to what
     they replace."""
     tokens: PositiveInt = 1_048_576
     """Tokens to tune on."""
     batch_tokens: PositiveInt = 1024
     """Tokens in a step: whole contexts."""
-    lr: PositiveFloat = 4e-4
+    lr: PositiveFloat = 1e-3
     """Learning rate of Adam on scaled activations, as in the recipe ``scaled``."""
     warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Warm-up as a share of all steps."""

@@ -133,6 +133,11 @@ def _live(
 def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) -> Finite | Streamed:
     """Return the contexts of a run's text, to be read from a position on.
 
+    Args:
+        config: the run.
+        base: its base model, with a tokenizer.
+        start: the position; by default the beginning.
+
     Raises:
         MxdError: no text, or no tokenizer.
     """
