@@ -27,7 +27,7 @@ def section(run: Run) -> Section | None:
         ]
         caption = f"{replacement.label}, block by block, on the base model's inputs, before → after."
         tables.append(Table(caption, [Column("block"), *map(column, BEFORE_AND_AFTER)], rows, legend=True))
-    return Section("tuned", "Before and after tuning", lead, tables)
+    return Section("tuned", "Before and after tuning", lead, [*tables])
 
 
 def _pair(result: Node, metric: Metric) -> Cell:
