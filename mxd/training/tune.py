@@ -193,10 +193,9 @@ def _tune(
     saver.begin(state)
     doing, needed = peak(plan.memory)
     said = f"{len(ordered)} layers in {len(sets)} set{'s' if len(sets) > 1 else ''}, {plan.params:,} parameters"
-    console.print(
-        f"{said}; memory on {plan.device}: {needed / 2**30:.2f} GiB while {doing}",
-        soft_wrap=True,
-    )
+    recipe = f"{how.loss} + {how.nmse:g} NMSE, {how.tokens:,} tokens, {how.batch_tokens:,} a step, rate {how.lr:g}"
+    memory = f"memory on {plan.device}: {needed / 2**30:.2f} GiB while {doing}"
+    console.print(f"{said}; {recipe}; {memory}", soft_wrap=True)
     TuneLoop(
         phase,
         base,
