@@ -65,6 +65,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "faithfulness": evaluated,
         "generation": generated,
         "whole": replaced_whole,
+        "tuned": tuned_whole,
         "structure": structured,
         "units": looked_at,
         "probing": probed,
@@ -73,7 +74,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "purging": purged,
     }
     for kind, make in makers.items():
-        made = {f"mxd-k{k}": f"block1-mxd-k{k}" for k in ks} if kind == "whole" else names
+        made = {f"mxd-k{k}": f"block1-mxd-k{k}" for k in ks} if kind in ("whole", "tuned") else names
         results = {name: make(rng, short, n) for n, (name, short) in enumerate(made.items())}
         if kind == "probing":
             results["MLP neurons, block 1"] = probed(rng, "", 3)
@@ -173,6 +174,11 @@ def replaced_whole(rng: Any, name: str, n: int) -> dict[str, Any]:
         "generation": example | {"garbage": garbage, "garbage_base": garbage | {"base_ce": 1.25}},
         "replacements": [what | {"block": block} for block in (1, 2, 4)],
     }
+
+
+def tuned_whole(rng: Any, name: str, n: int) -> dict[str, Any]:
+    before, after = (replaced_whole(rng, name, n + i) for i in (1, 0))
+    return {"before": before, "after": after, "replacements": before["replacements"]}
 
 
 def structured(rng: Any, name: str, n: int) -> dict[str, Any]:

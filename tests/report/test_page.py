@@ -88,6 +88,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "faithfulness": {"faithfulness"},
         "generation": {"generation"},
         "whole": {"whole"},
+        "tuned": {"tuned"},
         "structure": {"structure"},
         "units": {"units", "similarity"},
         "probing": {"probing"},

@@ -292,6 +292,7 @@ def test_tuning_lowers_the_divergence_and_leaves_the_rest_alone(trained: Path, b
     assert first["step"] == 2 and last["step"] == 12 and 0 < last["kl"] < first["kl"] and last["l0"] == 8
 
 
+@pytest.mark.long
 def test_what_a_tuned_layer_says_of_itself(trained: Path, base: FrozenModel, tmp_path: Path) -> None:
     folder = tune(of_kind(trained, "mxd"), TuneConfig(**HOW), "t", str(tmp_path), model=base)
     layers = load_layers(folder)
@@ -482,6 +483,7 @@ def test_what_the_run_says_under_tune_holds_unless_it_is_given(trained: Path, tm
 # Before and after
 
 
+@pytest.mark.long
 def test_before_and_after_are_what_mxd_whole_measures(
     trained: Path, base: FrozenModel, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -531,6 +533,7 @@ def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
 
 
+@pytest.mark.long
 def test_out_of_memory_says_how_to_go_on_and_going_on_gives_the_same(
     trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +577,7 @@ def test_a_resumed_tuning_keeps_its_recipe(trained: Path, base: FrozenModel, tmp
         tune([tmp_path / "t" / "config.yaml"], TuneConfig(lr=0.1, batch_tokens=512), resume=True, model=base)
 
 
+@pytest.mark.long
 def test_a_run_that_lacks_a_layer_is_not_tuned_as_if_it_were_whole(
     trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
