@@ -17,7 +17,7 @@ from mxd.ops.shares import in_shares
 from mxd.ops.sparse import DEVICES, Selection, linear_at, sparse_decode
 
 GATHER = 40
-"""Ranks whose products take as long as gathering and adding a token's rows, measured at a width of 768."""
+"""Ranks whose products take about as long as gathering and adding a token's rows: a rough figure, to deal out units."""
 
 
 def low_rank_mixture(

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import pytest
 import torch
 
-from mxd.ops import low_rank_mixture, reference
+from mxd.ops import low_rank_mixture, reference, shares
 from mxd.ops.shares import MOST, in_shares
 
 CPU = torch.device("cpu")
@@ -25,10 +26,10 @@ def threads(request):
 
 @pytest.mark.parametrize("costs", [[], [5], [1, 9, 1, 4, 4, 2, 7, 7, 3, 1, 1, 1, 1]])
 def test_each_number_is_in_one_share(threads, costs):
-    shares = in_shares(sorted, costs, CPU)
-    assert len(shares) == max(1, min(threads, MOST, len(costs)))
-    assert sorted(number for share in shares for number in share) == list(range(len(costs)))
-    loads = [sum(costs[number] for number in share) for share in shares]
+    dealt = in_shares(sorted, costs, CPU)
+    assert len(dealt) == max(1, min(threads, MOST, len(costs)))
+    assert sorted(number for share in dealt for number in share) == list(range(len(costs)))
+    loads = [sum(costs[number] for number in share) for share in dealt]
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
@@ -40,6 +41,13 @@ def test_threads_share_torch_threads_and_leave_the_rest(threads):
     inside = in_shares(lambda _: torch.get_num_threads(), [1] * 40, CPU)
     assert inside == [max(1, threads // MOST)] * min(threads, MOST)
     assert torch.get_num_threads() == threads
+
+
+def test_threads_that_start_later_get_all_of_them(threads):
+    shares._pool.cache_clear()
+    in_shares(len, [1] * 40, CPU)
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == threads
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
