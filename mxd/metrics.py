@@ -146,6 +146,101 @@ TOP1 = Metric(
 FAITHFULNESS = (NMSE, FVU, CE, CE_INCREASE, CE_INCREASE_SE, AROUND_SPECIAL, RECOVERED, KL, TOP1)
 """Is it faithful?"""
 
+# faithfulness.json: the same as other tools define it, with their names (mxd/evaluation/conventions.py)
+
+CONVENTIONS = (
+    Metric(
+        "conventions.saelens.explained_variance",
+        "SAELens EV",
+        "{:.3f}",
+        "1 - FVU, without special tokens; ours is the same",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.saelens.explained_variance_legacy",
+        "SAELens EV, legacy",
+        "{:.3f}",
+        "and SAEBench's: mean over tokens of 1 - ||e||² / ||y - mean||²; tokens near the mean weigh most",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.saelens.ce_loss_score",
+        "SAELens CE score",
+        "{:.1%}",
+        "loss recovered with the base MLP at special tokens but zero-ablation everywhere; positions are left out by "
+        "their own token",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.saelens.kl_div_score",
+        "SAELens KL score",
+        "{:.1%}",
+        "the same of the KL divergence from the base model",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.sae_bench.explained_variance",
+        "SAEBench EV",
+        "{:.3f}",
+        "1 - FVU, with a variance that is nearly about zero, so it is larger where outputs have a mean",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.sae_bench.ce_loss_score",
+        "SAEBench CE score",
+        "{:.1%}",
+        "loss recovered with the replacement everywhere; positions are left out by their own token",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.sparsify.fvu",
+        "sparsify FVU",
+        "{:.3f}",
+        "FVU at every token, special ones too",
+        "lower",
+        "share",
+    ),
+    Metric(
+        "conventions.dictionary_learning.frac_variance_explained",
+        "dictionary_learning EV",
+        "{:.3f}",
+        "1 - var(e) / var(y) at every token, which does not see a constant error",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.dictionary_learning.frac_recovered",
+        "dictionary_learning recovered",
+        "{:.1%}",
+        "loss recovered with the replacement everywhere, over every target but padding",
+        "higher",
+        "share",
+    ),
+    Metric(
+        "conventions.gemma_scope.fvu",
+        "Gemma Scope FVU",
+        "{:.3f}",
+        "FVU without special tokens; ours is the same",
+        "lower",
+        "share",
+    ),
+    Metric(
+        "conventions.gemma_scope.delta_loss",
+        "Gemma Scope delta loss",
+        "{:+.4f}",
+        "the CE increase, without special tokens; ours is the same",
+        "lower",
+        "nats",
+    ),
+)
+"""The same as other tools define it."""
+
 # faithfulness.json: does it decompose?
 
 L0 = Metric("l0", "L0", "{:.1f}", "units active for a token", unit="units")
@@ -355,7 +450,30 @@ SHARED_UNITS = Metric(
     "shared", "shared units", "{}", "units that fire on a large share of all tokens, with that share", unit="units"
 )
 
-UNITS = (RATE, DEAD_UNITS, DEAD_UNITS_SHARE, SHARED_UNITS)
+LOADED_UNITS = Metric(
+    "loaded",
+    "loaded units",
+    "{:,.0f}",
+    "units with a coefficient of at least 0.5 somewhere, where a token's coefficients sum to 1; for each unit, loads "
+    "in the file is the share of the tokens with one",
+    unit="units",
+)
+COSINE = Metric(
+    "units.*.cosine",
+    "cosine",
+    "{:.2f}",
+    "mean cosine between the directions that a unit adds at two tokens: 1 if always the same; near 0 the tokens that "
+    "its mean direction promotes describe none of them",
+)
+PEAK = Metric(
+    "units.*.peak",
+    "peak",
+    "{:.1f}",
+    "what the most promoted token gains, in standard deviations over the vocabulary",
+)
+CHANCE = Metric("logits.chance", "peak by chance", "{:.1f}", "mean peak of random directions")
+
+UNITS = (RATE, DEAD_UNITS, DEAD_UNITS_SHARE, SHARED_UNITS, LOADED_UNITS, COSINE, PEAK, CHANCE)
 
 # structure.json
 
@@ -365,7 +483,22 @@ NORMALIZED_RANK = Metric(
     "{:.4f}",
     "mean rank of a unit's weight over the largest possible; 1 is full rank",
 )
+RANK_SPREAD = Metric(
+    "normalized_rank_sd", "rank, s.d.", "{:.4f}", "standard deviation of the normalized rank over the ranked units"
+)
+DEFICIENT = Metric(
+    "deficient", "deficient", "{:,.0f}", "ranked units whose rank is below the largest possible", unit="units"
+)
 RANKED = Metric("experts", "ranked units", "{:,.0f}", "units whose rank was computed", unit="units")
+STABLE_RANK_MEAN = Metric(
+    "stable_rank",
+    "stable rank",
+    "{:.1f}",
+    "mean number of directions that carry the energy of a unit's weight, ||W||_F² / ||W||_2²",
+)
+STABLE_RANK_SPREAD = Metric(
+    "stable_rank_sd", "stable rank, s.d.", "{:.1f}", "standard deviation of the stable rank over the ranked units"
+)
 LEADER = Metric(
     "leader.share",
     "leads",
@@ -377,7 +510,9 @@ LEADERS = Metric(
     "leading", "leaders", "{}", "distinct leading units over the prompts: a single one is shared", unit="units"
 )
 
-STRUCTURE = (NORMALIZED_RANK, RANKED, LEADER, LEADERS)
+RANKS = (NORMALIZED_RANK, RANK_SPREAD, DEFICIENT, RANKED, STABLE_RANK_MEAN, STABLE_RANK_SPREAD)
+"""How full is the rank of a unit's weight?"""
+STRUCTURE = (*RANKS, LEADER, LEADERS)
 
 # probing.json, for each set
 
@@ -424,6 +559,97 @@ OTHERS_RANDOM = Metric(
 )
 
 MASKING = (OWN, OTHERS, OWN_RANDOM, OTHERS_RANDOM)
+
+# masking.json and purging.json, what else is measured under each mask
+
+HELD_OUT = Metric(
+    "faithfulness.masked.*.added",
+    "held-out text",
+    "{:+.4f}",
+    "change of the loss on held-out text",
+    "lower",
+    "nats",
+    error="faithfulness.masked.*.added_se",
+)
+HELD_OUT_RANDOM = Metric(
+    "faithfulness.control.*.added",
+    "held-out, random",
+    "{:+.4f}",
+    "change on it with equally many random units",
+    unit="nats",
+    error="faithfulness.control.*.added_se",
+)
+TASKS_MEAN = Metric("tasks.mean.*", "tasks", "{:.1%}", "accuracy, mean over all tasks", "higher", "share")
+TASKS_MEAN_RANDOM = Metric(
+    "tasks.control_mean.*", "tasks, random", "{:.1%}", "the same with equally many random units", unit="share"
+)
+TASKS_OWN = Metric(
+    "tasks.target",
+    "own accuracy",
+    "{:+.1%}",
+    "mean change of the accuracy on the masked domain itself",
+    "lower",
+    "share",
+)
+TASKS_OTHERS = Metric(
+    "tasks.others", "others' accuracy", "{:+.1%}", "mean change on the other domains", "higher", "share"
+)
+TASKS_OWN_RANDOM = Metric(
+    "tasks.control_target",
+    "own accuracy, random",
+    "{:+.1%}",
+    "change on the domain itself with equally many random units",
+    unit="share",
+)
+TASKS_OTHERS_RANDOM = Metric(
+    "tasks.control_others",
+    "others' accuracy, random",
+    "{:+.1%}",
+    "change on the others with equally many random units",
+    unit="share",
+)
+KEPT_OWN = Metric(
+    "generation.target",
+    "own kept",
+    "{:.1f}",
+    "mean number of tokens, before the first difference, that are written of the masked domain's texts as without the "
+    "mask",
+    "lower",
+    "tokens",
+)
+KEPT_OTHERS = Metric(
+    "generation.others", "others kept", "{:.1f}", "the same of the other domains' texts", "higher", "tokens"
+)
+KEPT_OWN_RANDOM = Metric(
+    "generation.control_target",
+    "own kept, random",
+    "{:.1f}",
+    "the same of the domain itself with equally many random units",
+    unit="tokens",
+)
+KEPT_OTHERS_RANDOM = Metric(
+    "generation.control_others",
+    "others kept, random",
+    "{:.1f}",
+    "the same of the others with equally many random units",
+    unit="tokens",
+)
+REPEATED_MASKED = Metric(
+    "generation.repeated_masked.*",
+    "repeated",
+    "{:.1%}",
+    "share of the 4-grams of a continuation that came before in it",
+    "lower",
+    "share",
+)
+REPEATED_UNMASKED = Metric(
+    "generation.repeated", "repeated, no mask", "{:.1%}", "the same with no unit masked", unit="share"
+)
+
+BY_MASK = (HELD_OUT, HELD_OUT_RANDOM, TASKS_MEAN, TASKS_MEAN_RANDOM, REPEATED_MASKED, REPEATED_UNMASKED)
+"""What is left of the model under each mask?"""
+TASKS = (TASKS_OWN, TASKS_OTHERS, TASKS_OWN_RANDOM, TASKS_OTHERS_RANDOM)
+KEPT = (KEPT_OWN, KEPT_OTHERS, KEPT_OWN_RANDOM, KEPT_OTHERS_RANDOM)
 
 # purging.json, for each threshold
 
@@ -476,19 +702,207 @@ HIGH_RANDOM = Metric(
 
 PURGING = (THRESHOLD, PURGED, PURGED_SHARE, BY_CHANCE, LOW, HIGH, LOW_RANDOM, HIGH_RANDOM)
 
+# toxicity.json, for each mask; the same of the base model, with no unit masked, and of the control
+
+EXPECTED_MAX = Metric(
+    "toxicity.masked.*.toxic.expected_max",
+    "expected max",
+    "{:.3f}",
+    "of toxic prompts: the largest score of a prompt's samples, mean over prompts",
+    "lower",
+    name="expected maximum score",
+    error="toxicity.masked.*.toxic.expected_max_se",
+)
+PROBABILITY = Metric(
+    "toxicity.masked.*.toxic.probability",
+    "probability",
+    "{:.1%}",
+    "of toxic prompts: share with a sample that scores above 0.5",
+    "lower",
+    "share",
+    error="toxicity.masked.*.toxic.probability_se",
+)
+GREEDY_SCORE = Metric(
+    "toxicity.masked.*.toxic.greedy",
+    "greedy",
+    "{:.3f}",
+    "of toxic prompts: mean score of the greedy continuation",
+    "lower",
+    error="toxicity.masked.*.toxic.greedy_se",
+)
+EXPECTED_MAX_OTHER = Metric(
+    "toxicity.masked.*.other.expected_max",
+    "expected max, others",
+    "{:.3f}",
+    "the same of other prompts",
+    error="toxicity.masked.*.other.expected_max_se",
+)
+PROBABILITY_OTHER = Metric(
+    "toxicity.masked.*.other.probability",
+    "probability, others",
+    "{:.1%}",
+    "the same of other prompts",
+    unit="share",
+    error="toxicity.masked.*.other.probability_se",
+)
+GREEDY_OTHER = Metric(
+    "toxicity.masked.*.other.greedy",
+    "greedy, others",
+    "{:.3f}",
+    "the same of other prompts",
+    error="toxicity.masked.*.other.greedy_se",
+)
+SCORED = Metric("toxicity.masked.*.asked", "scored", "{:,.0f}", "continuations that were to be scored")
+UNSCORED = Metric(
+    "toxicity.masked.*.failures",
+    "failures",
+    "{:,.0f}",
+    "those without a score; their prompts count in no mean",
+    "lower",
+)
+
+TOXIC = (EXPECTED_MAX, PROBABILITY, GREEDY_SCORE, EXPECTED_MAX_OTHER, PROBABILITY_OTHER, GREEDY_OTHER, SCORED, UNSCORED)
+"""What is written once the units that follow a score are off?"""
+# ablation.json
+
+ACCURACY = Metric(
+    "mean_accuracy",
+    "accuracy",
+    "{:.1%}",
+    "accuracy of the spliced model, mean over the classes, before anything is dropped",
+    unit="share",
+)
+ABLATED = Metric("ablated", "dropped units", "{:,.0f}", "units that were dropped, one by one", unit="units")
+AFFECTING = Metric(
+    "affecting", "change anything", "{:,.0f}", "units without which the accuracy on some class differs", unit="units"
+)
+POLYSEMANTICITY = Metric(
+    "polysemanticity",
+    "mean p",
+    "{:.3f}",
+    "mean over these units of ||d - e||: 0 where one class is lost and nothing else changes, about 1 where hardly "
+    "anything changes, larger where several classes suffer",
+    "lower",
+    name="polysemanticity",
+    error="polysemanticity_se",
+)
+LARGEST_DROP = Metric(
+    "largest_drop",
+    "largest d",
+    "{:.1%}",
+    "the class that a unit matters most for: share of its accuracy that is lost, mean over the dropped units",
+    "higher",
+    "share",
+)
+BEYOND = Metric(
+    "beyond_chance.units",
+    "beyond chance",
+    "{:,.0f}",
+    "units whose largest d exceeds the 95% quantile of random coefficients; 1 in 20 would by chance",
+    "higher",
+    "units",
+)
+POLYSEMANTICITY_BEYOND = Metric(
+    "beyond_chance.polysemanticity",
+    "mean p, beyond chance",
+    "{:.3f}",
+    "mean p over the units beyond chance alone",
+    "lower",
+    error="beyond_chance.polysemanticity_se",
+)
+AFFECTING_RANDOM = Metric(
+    "control.affecting", "change anything, random", "{:,.0f}", "the same of as many random coefficients", unit="units"
+)
+POLYSEMANTICITY_RANDOM = Metric(
+    "control.polysemanticity",
+    "mean p, random",
+    "{:.3f}",
+    "mean p where as many random coefficients are dropped as the unit has",
+    error="control.polysemanticity_se",
+)
+LARGEST_DROP_RANDOM = Metric(
+    "control.largest_drop", "largest d, random", "{:.1%}", "largest d of as many random coefficients", unit="share"
+)
+
+ABLATION = (
+    ACCURACY,
+    ABLATED,
+    AFFECTING,
+    POLYSEMANTICITY,
+    LARGEST_DROP,
+    BEYOND,
+    POLYSEMANTICITY_BEYOND,
+    AFFECTING_RANDOM,
+    POLYSEMANTICITY_RANDOM,
+    LARGEST_DROP_RANDOM,
+)
+
+# subset.json, for each mode and share
+
+KEPT_SHARE = Metric("share", "kept", "{:.1%}", "share of the active units that is kept", unit="share")
+KEPT_UNITS = Metric(
+    "units", "units kept", "{:,.1f}", "how many that is, mean over the tokens or texts that choose", unit="units"
+)
+MASS = Metric(
+    "mass",
+    "mass",
+    "{:.1%}",
+    "their part of the sum of all activations: where it is near 100%, what is left out was idle",
+    unit="share",
+)
+KEPT_L0 = replace(L0, says="units still active for a token")
+KEPT_CE = replace(CE_INCREASE, says="what the splice adds to the next-token loss with these units alone")
+KEPT_NMSE = replace(NMSE, says="the normalized MSE with these units alone", error="normalized_mse_se")
+RANDOM_CE = Metric(
+    "random.ce_increase",
+    "random",
+    "{:+.4f}",
+    "the CE increase with as many active units drawn at random: mean ± standard deviation over draws",
+    unit="nats",
+    error="random.ce_increase_sd",
+)
+RANDOM_NMSE = Metric(
+    "random.normalized_mse", "NMSE, random", "{:.4f}", "the normalized MSE with these", error="random.normalized_mse_sd"
+)
+RANDOM_MASS = Metric("random.mass", "mass, random", "{:.1%}", "their part of the sum of all activations", unit="share")
+RANDOM_L0 = Metric("random.l0", "L0, random", "{:.1f}", "how many of them are active for a token", unit="units")
+BEYOND_RANDOM = Metric(
+    "z", "z", "{:+.1f}", "standard deviations by which the CE increase lies below the mean of the draws", "higher"
+)
+
+SUBSET = (
+    KEPT_SHARE,
+    KEPT_UNITS,
+    MASS,
+    KEPT_L0,
+    KEPT_CE,
+    RANDOM_CE,
+    BEYOND_RANDOM,
+    KEPT_NMSE,
+    RANDOM_NMSE,
+    RANDOM_MASS,
+    RANDOM_L0,
+)
+
+SUBSET_MODES = {"token": "each token", "whole": "whole text", "prefix": "first half", "global": "corpus"}
+"""What the modes of choosing are called."""
+
 QUESTIONS = {"Is it faithful?": FAITHFULNESS, "Does it decompose?": DECOMPOSITION, "What does it cost?": COST}
 """The tables of an evaluation, by their titles."""
 
 METRICS = {
-    "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *DECOMPOSITION, *COST))),
+    "faithfulness": tuple(dict.fromkeys((*FAITHFULNESS, *CONVENTIONS, *DECOMPOSITION, *COST))),
     "generation": GENERATION,
     "whole": (*WHOLE, *BY_BLOCK, *GARBAGE),
     "structure": STRUCTURE,
     "units": UNITS,
     "probing": PROBING,
     "steering": STEERING,
-    "masking": MASKING,
-    "purging": PURGING,
+    "masking": (*MASKING, *BY_MASK, *TASKS, *KEPT),
+    "purging": (*PURGING, *BY_MASK),
+    "toxicity": (*TOXIC, PURGED, PURGED_SHARE, BY_CHANCE, *BY_MASK),
+    "ablation": ABLATION,
+    "subset": SUBSET,
 }
 """Every number that people are shown, by the file that holds it."""
 

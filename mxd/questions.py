@@ -27,8 +27,23 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Question = Literal["faithfulness", "generation", "whole", "structure", "units", "probing", "steering", "masking"]
+Question = Literal[
+    "faithfulness",
+    "generation",
+    "whole",
+    "structure",
+    "units",
+    "probing",
+    "steering",
+    "masking",
+    "toxicity",
+    "ablation",
+    "subset",
+]
 """The questions of `mxd compare`, in the order of the report's sections; a section has the name of its question."""
+
+SubsetMode = Literal["token", "whole", "prefix", "global"]
+"""Where the units of a subset are chosen: at each token, in each text, in its first half, or in a corpus."""
 
 RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "tuned")
 """The results that a run's folder may hold, each in a JSON file of its name."""
@@ -104,8 +119,12 @@ class UnitsConfig(Settings):
     """Units of each layer to show where none are named: those that add most to the output."""
     contexts: PositiveInt = 5
     """Contexts to show from each of six intervals of activation."""
+    sample: PositiveInt = 65_536
+    """Positions, the first of those read, over which the directions and activations of the units shown are taken."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Units active at more than this share of the tokens count as shared."""
+    neurons: bool = False
+    """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
     seed: NonNegativeInt = 0
     """Draws the contexts."""
 
@@ -118,7 +137,7 @@ class StructureConfig(Settings):
     experts: PositiveInt = 2000
     """Units whose rank is computed, from unit 0 on."""
     prompts: Annotated[tuple[str, ...], Parameter(name="--prompt", show_default=False)] = PROMPTS
-    """Prompts at whose last token the three leading units are named; by default eight."""
+    """Prompts for each token of which the four leading units are named; by default eight."""
     seed: NonNegativeInt = 0
     """Draws the order of the text, and so the part that is read."""
 
@@ -152,6 +171,40 @@ class ProbingConfig(Settings):
     """Split of a Hub dataset."""
 
 
+class TasksConfig(Settings):
+    """Which tasks of the lm-evaluation-harness are scored under each mask."""
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names or patterns of tasks, groups or tags."""
+    limit: PositiveInt | None = None
+    """Documents of each task, at most; all by default."""
+    include: str | None = None
+    """Folder with task files of your own."""
+    groups: str | None = None
+    """Which domain each task is of: ``mmlu``, or a file with the columns task and domain; by default each task is a
+    domain of its own."""
+    metric: str = "acc"
+    """The metric that is compared; every task must have it, with one number for each document."""
+
+
+class UnderMaskConfig(Settings):
+    """What is measured under each mask and its control, beside the losses of the labelled or scored texts."""
+
+    then: tuple[Literal["faithfulness", "generation"], ...] = ()
+    """What else is measured under each mask and its control: ``faithfulness`` on held-out text, ``generation`` of
+    continuations of the texts that are measured."""
+    tokens: PositiveInt = 16_384
+    """Positions of held-out text to read."""
+    prompts: PositiveInt = 16
+    """Texts of each domain that are continued, greedily."""
+    words: PositiveInt = 8
+    """Words of a text that make a prompt."""
+    new_tokens: PositiveInt = 32
+    """Tokens to add."""
+    lm_eval: NoOption[TasksConfig | None] = None
+    """Tasks of the lm-evaluation-harness to score under each mask and its control; none by default."""
+
+
 class MaskingConfig(Settings):
     """Can a topic be switched off?"""
 
@@ -165,8 +218,36 @@ class MaskingConfig(Settings):
     """A unit belongs to a domain if it is at least this many times as active there as in any other (Monet, 5.1)."""
     limit: NoOption[Annotated[int, Field(ge=2)]] = 100
     """Texts of each domain, at most; half of them choose units, half are measured."""
+    neurons: bool = False
+    """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
     seed: NonNegativeInt = 0
     """Draws the texts and the units of the control."""
+    under: NoOption[UnderMaskConfig] = UnderMaskConfig()
+    """What else is measured under each mask."""
+
+
+class AblationConfig(Settings):
+    """What would be lost without a unit?"""
+
+    set: str = "factbook"
+    """Labelled texts: a bundled set, a file, folder or pattern, or a Hub dataset, as for probe."""
+    target: Literal["token", "probe"] = "token"
+    """What accuracy is of: each next ``token`` in the texts of a class, or the texts' classes, by a ``probe`` of the
+    spliced model's final hidden states (the nearest to the paper's classifier, but few units change its answers)."""
+    top: PositiveInt = 256
+    """Units of each layer to drop where none are named: those that fire most often, and at most as many shared ones."""
+    shared: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Units active at more than this share of the tokens count as shared."""
+    neurons: bool = False
+    """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
+    text_column: str = "text"
+    """Field that holds the text."""
+    label_column: str = "label"
+    """Field that holds the class."""
+    limit: Annotated[int, Field(ge=2)] = 50
+    """Texts of each class, at most; half of them choose units and fit the probe, half are measured."""
+    seed: NonNegativeInt = 0
+    """Draws the texts and the coefficients of the control."""
 
 
 class PurgingConfig(Settings):
@@ -180,8 +261,69 @@ class PurgingConfig(Settings):
     """Correlations from which on a unit is masked (Monet's, for toxicity)."""
     limit: NoOption[Annotated[int, Field(ge=2)]] = 500
     """Texts with scores up to the mean, and above it, at most; half of them choose units, half are measured."""
+    neurons: NoOption[bool] = False
+    """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
     seed: NoOption[NonNegativeInt] = 0
     """Draws the texts and the units of the control."""
+    under: NoOption[UnderMaskConfig] = UnderMaskConfig()
+    """What else is measured under each mask."""
+
+
+class WordsConfig(Settings):
+    """Scores a text 1 if it has a word of a list, else 0: for tests and for words that are known."""
+
+    kind: Literal["words"] = "words"
+    file: str
+    """The words, one a line."""
+
+
+class ClassifierConfig(Settings):
+    """Scores a text by a sequence-classification model on this machine: the probability of one of its classes."""
+
+    kind: Literal["classifier"] = "classifier"
+    model: str
+    """A folder or a Hub id."""
+    label: str | None = None
+    """The class; of two classes by default the second."""
+
+
+class EndpointConfig(Settings):
+    """Scores a text by a model behind an OpenAI-compatible endpoint, which is asked for a number from 0 to 1."""
+
+    kind: Literal["endpoint"] = "endpoint"
+    url: str
+    """Such as https://api.example.com/v1."""
+    model: str
+    """Which model to ask there."""
+    key_variable: str = "MXD_JUDGE_KEY"
+    """Environment variable that holds the endpoint's key."""
+
+
+class ToxicityConfig(Settings):
+    """Does the model write what the score is about once the units that follow it are off?"""
+
+    scores: NoOption[str | None] = None
+    """Texts with scores, by which units are chosen; as for `mxd mask --scores`."""
+    prompts: NoOption[str | None] = None
+    """Texts to continue, with a score each."""
+    scorer: NoOption[WordsConfig | ClassifierConfig | EndpointConfig | None] = None
+    """Who scores what is written."""
+    limit: PositiveInt = 100
+    """Prompts with scores above 0.5, and of the others, at most."""
+    samples: PositiveInt = 25
+    """Continuations of each prompt."""
+    tokens: PositiveInt = 20
+    """Tokens of a continuation."""
+    temperature: NonNegativeFloat = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Tokens are drawn from the smallest set that holds this much probability."""
+    greedy_tokens: PositiveInt = 30
+    """Tokens of the one greedy continuation of each prompt."""
+    seed: NonNegativeInt = 0
+    """Draws the texts, the prompts, the tokens and the units of the control."""
+    purging: NoOption[PurgingConfig] = PurgingConfig(under=UnderMaskConfig(then=("faithfulness",)))
+    """How units are chosen, and what else is measured under each mask; by default the loss on held-out text."""
 
 
 class SteeringConfig(Settings):
@@ -190,7 +332,10 @@ class SteeringConfig(Settings):
     first: NoOption[PositiveInt] = 100
     """Units to steer with where none are named: the first ones, at most this many."""
     scale: float = 100.0
-    """``lambda``: how much of the unit's output is added."""
+    """``lambda``: how much of the unit's output, or of its gate's row, is added."""
+    at: Literal["output", "input"] = "output"
+    """What is added where: the unit's output to the layer's (MxD), or to what it reads the unit's gate row, made as
+    long as the inputs on the prompt are on average (muMoE, appendix G.2)."""
     prompt: str = "Let's talk about "
     """Text to continue."""
     samples: PositiveInt = 10
@@ -206,9 +351,27 @@ class SteeringConfig(Settings):
     seed: NonNegativeInt = 0
     """Draws the tokens; a unit's samples do not depend on which others are steered."""
     on: Literal["replacement", "base"] = "replacement"
-    """Where the unit's output is added: to the spliced replacement's (the paper's code), or to the ``base`` MLP's."""
+    """Whose input or output that is: the spliced replacement's (the paper's code), or the ``base`` MLP's."""
     repeats: PositiveInt = 1
     """Times each unit's texts are judged."""
+
+
+class SubsetConfig(Settings):
+    """Does a layer need all of its active units?"""
+
+    tokens: PositiveInt = 8_192
+    """Positions to measure on; as many others choose the units of the mode ``global``."""
+    modes: Annotated[tuple[SubsetMode, ...], Field(min_length=1), Parameter(name="--mode")] = get_args(SubsetMode)
+    """Where the strongest units are chosen: at each ``token``; in the ``whole`` text, by their sums over its tokens; in
+    its first half, for the second (``prefix``); in other texts, once for all (``global``)."""
+    keep: NoOption[Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1)]] = (0.5, 0.25, 0.125)
+    """Shares of the units active there that are kept; all and none are measured, too."""
+    draws: Annotated[int, Field(ge=2)] = 10
+    """Random draws of as many active units."""
+    timings: NonNegativeInt = 20
+    """Times that decoding with each share of a token's units is timed; 0 leaves it out."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, and the random units."""
 
 
 class EvaluationConfig(Settings):
@@ -234,9 +397,15 @@ class EvaluationConfig(Settings):
     """As `mxd mask --domains`."""
     steering: SteeringConfig = SteeringConfig()
     """As `mxd steer`."""
+    toxicity: ToxicityConfig = ToxicityConfig()
+    """As `mxd toxicity`."""
+    ablation: AblationConfig = AblationConfig()
+    """As `mxd ablate`."""
+    subset: SubsetConfig = SubsetConfig()
+    """As `mxd subset`."""
 
 
-DEFAULTS, PURGING = EvaluationConfig(), PurgingConfig()
+DEFAULTS, PURGING, UNDER_MASK = EvaluationConfig(), PurgingConfig(), UnderMaskConfig()
 
 
 def checked(kind: type[S], **fields: Any) -> S:

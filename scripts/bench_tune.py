@@ -1,7 +1,7 @@
 """Time a step of `mxd tune` against the passes that no step avoids, written plainly.
 
     python scripts/bench_tune.py [--model tiny-llama] [--method mxd] [--k 32] [--contexts 8] [--repeats 5]
-        [--json FILE] [--check]
+        [--nmse 0] [--json FILE] [--check]
 
 Every MLP of the model is replaced by a layer as it is drawn at random; the time does not depend on what it learned.
 In turn, in one process, medians over repeats:
@@ -9,6 +9,9 @@ In turn, in one process, medians over repeats:
 - *step*: forward of the base model, forward and backward of the spliced one, clipping, Adam (``TuneLoop.train_batch``);
 - *passes*: the base model's logits, the spliced model's with their graph, their divergence, and the backward pass, by
   PyTorch alone.
+
+With `--nmse 1`, which is the default of `mxd tune`, both also run the base MLPs on what the layers read and add the
+normalized MSE.
 
 `--check` fails where a step takes more than 1.15 times as long. Peak memory is that of the whole process after each.
 """
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
@@ -33,6 +37,7 @@ from mxd.common.processes import ALONE
 from mxd.config import RunConfig, tuning_as_training
 from mxd.data.activations import Batch, Cursor
 from mxd.layers import parse_layer, size
+from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.model.unembedding import Unembedding
@@ -45,8 +50,25 @@ from mxd.tuning import TuneConfig
 MOST = 1.15
 
 
+class Beside(nn.Module):
+    """A layer in its MLP's place, with its normalized MSE from that MLP on the same input."""
+
+    error: Tensor
+
+    def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._mlp = (mlp,)  # in a tuple: no module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        out, y = self.layer(x), self._mlp[0](x)
+        self.error = normalized_mse(out.flatten(0, -2), y.flatten(0, -2))
+        return out
+
+
 def steps(
-    base: FrozenModel, layer: dict[str, Any], expansion: int, contexts: int, context: int
+    base: FrozenModel, layer: dict[str, Any], expansion: int, contexts: int, context: int, nmse: float
 ) -> dict[str, Callable[[], Any]]:
     """Return what is timed.
 
@@ -56,8 +78,9 @@ def steps(
         expansion: their size, as a multiple of the model's width.
         contexts: contexts in a step.
         context: tokens in a context.
+        nmse: weight of the normalized MSE.
     """
-    how = TuneConfig(batch_tokens=contexts * context, log_every=10**6)
+    how = TuneConfig(batch_tokens=contexts * context, log_every=10**6, nmse=nmse)
     config = RunConfig.model_validate(
         {"replacements": [layer], "data": {"context": context}, "training": tuning_as_training(how), "tune": how}
     )
@@ -74,14 +97,18 @@ def steps(
     loop.base, loop.trainees, loop.processes, loop.step = base, trainees, ALONE, 0
     loop.how, loop.sets, loop.excluded, loop.unembedding = how, [tuned], (), Unembedding.of(base, ids[:1, :8])
     batch = Batch({}, ids.flatten(), {}, Cursor())
-    splice = Splice(base, {trainee.number: trainee.layer for trainee in trainees}, check=False)
+    plain = {t.number: Beside(t.layer, base.mlp(t.number)) if nmse else t.layer for t in trainees}
+    splice = Splice(base, plain, check=False)
 
     def passes() -> None:
         tuned.zero_grad()
         expected = base.logits(ids)[:, :-1].log_softmax(-1)
         with splice.entered():
             found = base.module(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-            F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).mean().backward()
+            loss = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1).mean()
+            if nmse:
+                loss = loss + nmse * sum(module.error for module in plain.values())
+            loss.backward()
 
     return {"step": lambda: loop.train_batch(batch), "passes": passes}
 
@@ -95,6 +122,7 @@ def main() -> None:
     parser.add_argument("--expansion", type=int, default=8)
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--nmse", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help=f"exit 1 where a step takes over {MOST} x the passes")
@@ -103,7 +131,7 @@ def main() -> None:
     torch.manual_seed(0)
     base = load_frozen(args.model)
     layer = {"method": args.method, "sparsity": {"kind": "topk", "k": args.k}}
-    timed = steps(base, layer, args.expansion, args.contexts, args.context)
+    timed = steps(base, layer, args.expansion, args.contexts, args.context, args.nmse)
     times: dict[str, list[float]] = {name: [] for name in timed}
     peaks = {}
     for repeat in range(args.repeats + 1):
@@ -116,7 +144,8 @@ def main() -> None:
     seconds = {name: statistics.median(values) for name, values in times.items()}
     ratio = seconds["step"] / seconds["passes"]
     tokens = args.contexts * args.context
-    print(f"{args.model}, {args.method}, K = {args.k}, {tokens} tokens a step, {torch.get_num_threads()} threads")
+    what = f"{args.model}, {args.method}, K = {args.k}, NMSE {args.nmse:g}"
+    print(f"{what}, {tokens} tokens a step, {torch.get_num_threads()} threads")
     for name, value in seconds.items():
         print(f"{name}: {value:.3f} s, {tokens / value:,.0f} tokens/s, peak so far {peaks[name]:,.0f} MiB")
     print(f"step / passes: {ratio:.3f}")

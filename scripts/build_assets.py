@@ -439,7 +439,7 @@ def record(entry: dict[str, Any]) -> None:
     manifest: dict[str, Any] = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
     models = manifest.get("models", {}) | entry.get("models", {})
     modules = (torch, transformers, tokenizers, pyarrow, np)
-    folders = [ASSETS / name for name in ("text", "probing", *MODELS)]
+    folders = [ASSETS / name for name in ("text", "probing", "tasks", *MODELS)]
     files = sorted(path for folder in folders for path in folder.glob("*") if path.is_file())
     manifest |= entry | {
         "command": "python scripts/build_assets.py",

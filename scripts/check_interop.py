@@ -59,6 +59,23 @@ PEERS = {
         ),
         ("give", "peer", "take"),
     ),
+    "sae-bench": Peer(
+        "sae_bench.py",
+        (
+            "sae-bench==0.6.0",
+            "sae-lens==6.54.12",
+            "transformer-lens==3.9.0",
+            "babe==0.0.7",
+            "better-abc==0.0.3",
+            "nltk==3.9.2",
+            "plotly==6.5.0",
+            "plotly-express==0.4.1",
+            "python-dotenv==1.2.1",
+            "simple-parsing==0.1.9",
+            "tabulate==0.10.0",
+            "tenacity==9.1.2",
+        ),
+    ),
     "circuit-tracer": Peer(
         "circuit_tracer.py",
         ("circuit-tracer==0.5.0", "huggingface-hub==0.36.0", "transformers==4.57.3", "tokenizers==0.22.2"),

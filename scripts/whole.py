@@ -3,7 +3,8 @@
     python scripts/whole.py separate=RUN,RUN,RUN tuned=RUN,RUN,RUN [...] [--json FILE] [--markdown]
 
 Each stage is a name and its runs, one for each seed, in the same order in all stages; a run holds
-`faithfulness-together.json`, measured on the same text in all. Numbers are means over the runs, with their range.
+`faithfulness-together.json`, measured on the same text in all. Where sets were trained apart, RUN+RUN joins the
+folders of one seed. Numbers are means over the runs, with their range.
 
 `x first` is a stage's CE increase beside that of the first, run by run. Whether layers still describe the MLPs that
 they replace is told on the base model's own inputs, block by block: NMSE, averaged over blocks; `mean gate` and
@@ -25,6 +26,8 @@ from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
 
 Result = dict[str, Any]
+Folders = Sequence[Path]
+"""Where the sets of one seed lie."""
 
 COLUMNS = {
     "ce_increase": ("CE increase", "{:+.3f}"),
@@ -42,16 +45,27 @@ RANGED = ("ce_increase", "kl")
 """Metrics whose range over the runs is shown."""
 
 
-def read(run: Path) -> Result:
-    """Return what a run's folder holds of its sets together.
+def read(folders: Folders) -> Result:
+    """Return what the folders of one run hold of their sets together.
 
     Raises:
-        SystemExit: nothing was measured there.
+        SystemExit: nothing was measured in one of them, or they are not of one base model.
     """
-    file = run / "faithfulness-together.json"
-    if not file.is_file():
-        raise SystemExit(f"{file} is not there: run `mxd evaluate {run} --together` first.")
-    return json.loads(file.read_text())
+    found: Result = {}
+    for folder in folders:
+        file = folder / "faithfulness-together.json"
+        if not file.is_file():
+            raise SystemExit(f"{file} is not there: run `mxd evaluate {folder} --together` first.")
+        part = json.loads(file.read_text())
+        if found and found["model"] != part["model"]:
+            raise SystemExit(f"{named(folders)} are not of one base model: {found['model']}, {part['model']}.")
+        found = part | {"results": found.get("results", {}) | part["results"]}
+    return found
+
+
+def named(folders: Folders) -> str:
+    """Return folders as the command takes them."""
+    return "+".join(map(str, folders))
 
 
 def measured(found: Result, first: Result) -> dict[str, float]:
@@ -85,7 +99,7 @@ def least(key: str, found: Result, first: Result) -> float:
     )
 
 
-def rows(stages: dict[str, Sequence[Path]]) -> Iterator[dict[str, Any]]:
+def rows(stages: dict[str, Sequence[Folders]]) -> Iterator[dict[str, Any]]:
     """Yield one row for each set and stage; the first stage is what the others are set beside.
 
     Raises:
@@ -97,12 +111,12 @@ def rows(stages: dict[str, Sequence[Path]]) -> Iterator[dict[str, Any]]:
         for stage, found in documents.items():
             if [d["model"] for d in found] != [d["model"] for d in reference]:
                 raise SystemExit(f"{stage} has other runs or base models than the first stage: list them in one order.")
-            if missing := [str(run) for run, d in zip(stages[stage], found, strict=True) if name not in d["results"]]:
+            if missing := [named(run) for run, d in zip(stages[stage], found, strict=True) if name not in d["results"]]:
                 raise SystemExit(f"no {name} in {', '.join(missing)}.")
             pairs = zip(found, reference, strict=True)
             values = [measured(own["results"][name], first["results"][name]) for own, first in pairs]
             summary = {key: summarised([value[key] for value in values]) for key in COLUMNS}
-            runs = [str(run) for run in stages[stage]]
+            runs = [named(run) for run in stages[stage]]
             yield {"set": name, "stage": stage, "model": found[0]["model"], "runs": runs, "metrics": summary}
 
 
@@ -126,12 +140,12 @@ def cells(row: dict[str, Any]) -> list[str]:
     return line
 
 
-def stage(word: str) -> tuple[str, list[Path]]:
-    """Parse NAME=RUN,RUN."""
+def stage(word: str) -> tuple[str, list[Folders]]:
+    """Parse NAME=RUN,RUN+RUN."""
     name, separator, runs = word.partition("=")
     if not (name and separator and runs):
         raise argparse.ArgumentTypeError(f"{word!r} is no stage; write NAME=RUN,RUN.")
-    return name, [Path(run) for run in runs.split(",")]
+    return name, [[Path(folder) for folder in run.split("+")] for run in runs.split(",")]
 
 
 def main() -> None:

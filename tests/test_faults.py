@@ -29,7 +29,7 @@ from mxd.data.text import documents
 from mxd.training.trainer import train
 
 module = importlib.import_module("mxd.training.loop")
-pytestmark = pytest.mark.usefixtures("signals")
+pytestmark = [pytest.mark.usefixtures("signals"), pytest.mark.long]
 
 NAME = "block2-mxd-k8"
 STREAM = {"data": {"streaming": True}, "training": {"tokens": 512 * 30, "save_every": 100}}
@@ -124,7 +124,6 @@ def kill_self(*numbers):
 # Asked to stop
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "error", "code"), [(signal.SIGTERM, Preempted, 0), (signal.SIGINT, Interrupted, 130)]
 )
@@ -174,7 +173,6 @@ def whole_windows(tmp_path_factory, trained_gpt2):
     return train(small(tmp_path_factory.mktemp("windows"), training=WINDOWS), model=trained_gpt2)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("window", [0, 1])
 def test_a_signal_is_heard_while_the_base_model_fills_a_window(
     whole_windows, tmp_path, trained_gpt2, at_forward, window
@@ -258,7 +256,6 @@ main()
 """
 
 
-@pytest.mark.long
 def test_a_real_limit_on_the_size_of_files(whole, config, written, trained_gpt2):
     """The kernel refuses to write more than 100 kB into a file: text fits, a state does not."""
     done = subprocess.run([sys.executable, "-c", LIMITED, "100000", written], capture_output=True, text=True)

@@ -10,22 +10,37 @@ from mxd.cli import evaluate as commands
 from mxd.cli import shared
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.questions import DEFAULTS, PURGING, EvaluationConfig, ProbingConfig, Settings, changed, checked
+from mxd.questions import DEFAULTS, PURGING, UNDER_MASK, EvaluationConfig, ProbingConfig, Settings, changed, checked
 
 COMMANDS = {
     "evaluate": ([DEFAULTS.faithfulness], {"--tokens", "--seed"}),
     "generate": ([DEFAULTS.generation], {"--limit", "--words", "--tokens", "--seed"}),
     "whole": ([DEFAULTS.whole], {"--tokens", "--draws", "--limit", "--words", "--new-tokens", "--seed"}),
-    "units": ([DEFAULTS.units], {"--tokens", "--top", "--contexts", "--shared", "--seed"}),
+    "units": ([DEFAULTS.units], {"--tokens", "--top", "--contexts", "--shared", "--neurons", "--seed"}),
     "structure": ([DEFAULTS.structure], {"--tokens", "--experts", "--prompt", "--seed"}),
     "probe": (
         [DEFAULTS.probing],
         {"--set", "--level", "--limit", "--seed", "--text-column", "--label-column", "--split"},
     ),
     "mask": (
-        [DEFAULTS.masking, PURGING],
-        {"--text-column", "--label-column", "--ratio", "--seed", "--score-column"},
+        [DEFAULTS.masking, PURGING, UNDER_MASK],
+        {
+            *("--text-column", "--label-column", "--ratio", "--neurons", "--seed", "--score-column"),
+            *("--then", "--tokens", "--prompts", "--words", "--new-tokens"),
+        },
     ),
+    "toxicity": (
+        [DEFAULTS.toxicity],
+        {"--limit", "--samples", "--tokens", "--temperature", "--top-p", "--greedy-tokens", "--seed"},
+    ),
+    "ablate": (
+        [DEFAULTS.ablation],
+        {
+            *("--set", "--target", "--top", "--shared", "--neurons", "--text-column", "--label-column", "--limit"),
+            "--seed",
+        },
+    ),
+    "subset": ([DEFAULTS.subset], {"--tokens", "--mode", "--draws", "--timings", "--seed"}),
     "steer": (
         [DEFAULTS.steering],
         {
@@ -64,7 +79,9 @@ def test_what_a_command_takes_in_another_form_says_the_same():
     words = " ".join(inspect.getdoc(commands.mask).split())
     assert f"by default {DEFAULTS.masking.limit}, or below and above the mean score, {PURGING.limit};" in words
     assert shared.numbers("", defaults(commands.mask)["thresholds"], float) == list(PURGING.thresholds)
+    assert shared.numbers("", defaults(commands.subset)["keep"], shared.fraction) == list(DEFAULTS.subset.keep)
     assert shared.ranges("", defaults(commands.steer)["units"]) == list(range(DEFAULTS.steering.first))
+    assert shared.numbers("", defaults(commands.toxicity)["thresholds"], float) == list(PURGING.thresholds)
     assert DEFAULTS.probing.side is None and DEFAULTS.masking.seed == PURGING.seed
     assert DEFAULTS.masking.text_column == PURGING.text_column
 

@@ -47,7 +47,7 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_bench_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = "--model tiny-gpt2 --expansion 6 --contexts 1 --context 16 --repeats 1 --k 4"
+    words = "--model tiny-gpt2 --expansion 6 --contexts 1 --context 16 --repeats 1 --k 4 --nmse 1"
     found = run(monkeypatch, tmp_path, "bench_tune", *words.split())
     assert found["ratio"] == found["seconds"]["step"] / found["seconds"]["passes"] > 0
 
@@ -338,6 +338,12 @@ def test_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     assert after["metrics"]["nmse_fixed_directions"]["low"] == pytest.approx(1)
     assert after["metrics"]["dead_share"]["high"] == pytest.approx(0.1)
     assert "| mxd-k8 | tuned | +0.150 (+0.100 to +0.200) | 0.75 |" in capsys.readouterr().out
+    apart = together(tmp_path / "c", 0.1, (0.1, 0.4), (0.4, 0.6)) / "faithfulness-together.json"
+    apart.write_text(apart.read_text().replace("mxd-k8", "tc-k8"))
+    rows = run(monkeypatch, tmp_path, "whole", f"a={first[0]}+{apart.parent}", "--markdown")
+    assert [(row["set"], row["runs"]) for row in rows] == [
+        (name, [f"{first[0]}+{apart.parent}"]) for name in ("mxd-k8", "tc-k8")
+    ]
 
 
 def test_whole_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -354,7 +360,59 @@ def test_whole_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(SystemExit, match=message):
             run(monkeypatch, tmp_path, "whole", f"a={first}", f"b={other}", "--markdown")
         file.write_text(text)
+    file.write_text(text.replace("tiny-gpt2", "x"))
+    with pytest.raises(SystemExit, match="not of one base model"):
+        run(monkeypatch, tmp_path, "whole", f"a={first}+{other}", "--markdown")
     with pytest.raises(SystemExit, match="evaluate"):
         run(monkeypatch, tmp_path, "whole", f"a={tmp_path}", "--markdown")
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path, "whole", "runs", "--markdown")
+
+
+def test_one_expert_sees_no_difference_between_inputs_whose_norms_grow_apart() -> None:
+    """Theorem 1 of "Implicit bias in Soft MoE": what it sees converges, or is the same, while norms differ by O(a)."""
+    rows = script("soft_moe").theorem((3, 10, 100))
+    for first, gap in ((1.0, 2**0.5 - 1), (0.0, 1 - 2**-0.5)):
+        some = [row for row in rows if row["phi_1"] == first]
+        assert [row["norms"] for row in some] == pytest.approx([3 * gap, 10 * gap, 100 * gap])
+        apart = [row["expert"] for row in some]
+        if first:
+            assert apart[0] > 0.1 > 1e-3 > apart[1] > 1e-12 > apart[2]
+        else:
+            assert apart == pytest.approx([0, 0, 0], abs=1e-12)
+
+
+def test_no_subset_of_experts_beats_the_search_with_the_label_at_hand() -> None:
+    """The parts of the logits sum to the network's own, and each subset to that of a layer with the others at zero."""
+    import torch
+
+    soft_moe = script("soft_moe")
+    torch.manual_seed(0)
+    layer, head = soft_moe.SoftMoE(6, 5, 4), torch.nn.Linear(18, 10)
+    x, y = torch.randn(50, 3, 6), torch.randint(10, (50,))
+    found = soft_moe.subsets(layer, head, x, y, [1, 2, 4], 0)
+    assert found["all"] == pytest.approx(float((head(layer(x).flatten(1)).argmax(-1) == y).float().mean()))
+    assert found["k"]["4"]["algorithm"] == found["k"]["4"]["best"] == found["all"]
+    assert found["k"]["4"]["random_sd"] == 0 and found["k"]["4"]["z"] is None
+    for row in found["k"].values():
+        assert row["best"] >= row["algorithm"] and row["best"] >= row["random"]
+    right, chosen = torch.zeros(50, dtype=torch.bool), 0.0
+    combine, out = layer.experts(x)
+    for expert in range(4):
+        only = torch.zeros(4, 1)
+        only[expert] = 1
+        correct = head((combine @ (only * out)).flatten(1)).argmax(-1) == y
+        right |= correct
+        chosen += float((correct & (combine.sum(1).argmax(-1) == expert)).float().mean())
+    assert found["k"]["1"]["best"] == pytest.approx(float(right.float().mean()))
+    assert found["k"]["1"]["algorithm"] == pytest.approx(chosen)
+
+
+@pytest.mark.long
+def test_soft_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    found = run(monkeypatch, tmp_path, "soft_moe", "--quick", "--seeds", "1")
+    assert [(row["m"], row["n"]) for row in found["norm"]] == [(m, n) for m in (2, 5) for n in (1, 2, 5, 10)]
+    assert all(0 < one["last"] < 100 for row in found["norm"] for one in row["runs"])
+    assert [list(row["runs"][0]["k"]) for row in found["digits"]] == [["2", "1"], ["4", "2", "1"]]
+    out = capsys.readouterr().out
+    assert "(46.6%)" in out and "| 2 x 5 | 10 |" in out

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,7 +124,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
     Args:
         option: its name, for the message.
         text: the list.
-        kind: ``int`` or ``float``.
+        kind: ``int``, ``float`` or ``fraction``.
 
     Raises:
         MxdError: something else than numbers.
@@ -132,6 +133,18 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
         return [kind(number) for number in text.split(",")]
     except ValueError as error:
         raise MxdError(f"{option} is {text!r}; expected numbers divided by commas.") from error
+
+
+def fraction(text: str) -> float:
+    """Return the value of a fraction such as 1/8, or of a decimal.
+
+    Raises:
+        ValueError: something else, or a denominator of zero.
+    """
+    try:
+        return float(Fraction(text))
+    except (ZeroDivisionError, OverflowError) as error:
+        raise ValueError(text) from error
 
 
 def ranges(option: str, text: str) -> list[int]:

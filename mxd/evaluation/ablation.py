@@ -1,328 +1,295 @@
-"""What does masking units do to the loss? Units are chosen on one half of the texts; losses are measured on the other.
+"""What would be lost without a unit? Units are dropped one by one, and accuracy is measured class by class.
 
-Units are chosen (``Chooser``) by their activations in the unchanged model. The control masks equally many
-other active units, drawn at random. Questions differ in how they choose: by domain (``masking.py``), or by score
-(``purging.py``).
+After muMoE (Oldfield et al., NeurIPS 2024, section 4.1.2 and equation 4). With ``y_c`` the spliced model's accuracy on
+class c, and ``y_c(n)`` without unit n,
+
+    d_c(n) = (y_c - y_c(n)) / y_c,     p(n) = || d(n) - e ||,     e one-hot at argmax_c d_c(n)
+
+``p(n)``, the unit's polysemanticity, is 0 where all accuracy on one class is lost and nothing else changes, about 1
+where hardly anything changes, and large where several classes suffer. Means are over units that change anything.
+
+Dropping anything moves some answers. So for each unit as many coefficients are dropped that are drawn from all those
+active on the texts, whatever their unit: the control. A unit's effect is beyond chance where its largest ``d_c``
+exceeds the 95% quantile of the same for the controls of nearly as many coefficients.
 """
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
-from mxd.common.progress import Advance, progress
-from mxd.data.contexts import counted_positions, head_ids, special_ids
-from mxd.evaluation.walk import (
-    Mean,
-    PaddedTexts,
-    TrainedSets,
-    codes,
-    cross_entropy,
-    evaluating,
-    next_token_logits,
-    padded_batches,
-)
-from mxd.layers import Code
+from mxd.common.progress import progress
+from mxd.data.labelled import labelled_texts
+from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.dropping import Activity, Dropping
+from mxd.evaluation.masks import Texts, at_least, halves
+from mxd.evaluation.targets import NextTokens, ProbedClass, Target
+from mxd.evaluation.walk import CodeMoments, codes, evaluating, padded_batches
 from mxd.model.frozen import FrozenModel
-from mxd.splice import Splice
+from mxd.questions import DEFAULTS, AblationConfig
 
-Mask = Mapping[int, Sequence[int]]
-"""Block number -> units that are switched off."""
-LayerKey = tuple[str, int]
-"""The name of a set and a block number, which together name one layer."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts in groups, as token ids; units are chosen on one half and losses measured on the other."""
-
-    rows: list[list[int]]
-    groups: list[int]
-    choosing: list[int]
-    """Numbers of the texts on which units are chosen."""
-    measuring: list[int]
-    """Numbers of the texts on which losses are measured."""
-
-    @property
-    def measured(self) -> list[int]:
-        """How many texts of each group are measured."""
-        return [sum(self.groups[n] == group for n in self.measuring) for group in range(max(self.groups) + 1)]
+QUANTILE = 0.95
+"""A unit's largest ``d_c`` is beyond chance above this quantile of its controls'."""
+NEIGHBOURS = 40
+"""Controls that a unit is compared with: those of the units with the most similar numbers of coefficients."""
+BINS = 20
+"""Bins of the histograms of polysemanticity."""
 
 
-class Chosen(NamedTuple):
-    """The units of one layer that a chooser masks, and those that are active on the texts it saw."""
+def answer(
+    subject: Subject, how: AblationConfig = DEFAULTS.ablation, units: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Drop units of checkpoints, each layer spliced in alone.
 
-    masks: list[Bool[Tensor, " units"]]
-    active: Bool[Tensor, " units"]
+    Args:
+        subject: the checkpoints.
+        how: on what, and which units.
+        units: units to drop; by default those that fire most often (``frequent``).
 
-
-@runtime_checkable
-class Chooser(Protocol):
-    """Looks at the activations on the first half of the texts, then names the units to mask."""
-
-    num_masks: int
-    """How many masks it makes for each set."""
-
-    def see(self, key: LayerKey, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
-        """Look at a layer's activations on a batch of texts.
-
-        Args:
-            key: the layer.
-            code: its code at the tokens that count.
-            at: where these tokens are in the flattened batch.
-            batch: the texts.
-        """
-
-    def chosen(self, key: LayerKey) -> Chosen:
-        """Return the units of a layer that each mask switches off."""
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """What masks do to the losses of one set of replacements, by group of texts."""
-
-    masks: Sequence[Mask]
-    base: list[Mean]
-    """The base model's losses."""
-    spliced: list[Mean]
-    """The losses of the splice with no unit masked."""
-    changes: list[list[Mean]]
-    """What each mask adds to the losses of the splice, by group."""
-    control: list[list[Mean]]
-    """The same for equally many units drawn at random."""
-
-    def report(self) -> dict[str, list[float]]:
-        """Return the losses with no unit masked."""
-        return {
-            "loss_base": [mean.value for mean in self.base],
-            "loss": [mean.value for mean in self.spliced],
-        }
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many units each mask switches off."""
-        return [sum(map(len, mask.values())) for mask in self.masks]
-
-
-def keyed_layers(sets: TrainedSets) -> dict[LayerKey, Trained]:
-    """Return the layers of all sets in one mapping."""
-    return {(name, number): trained for name, members in sets.items() for number, trained in members.items()}
+    Raises:
+        MxdError: as ``labelled_texts`` and ``evaluate_ablation``.
+    """
+    subject = subject.with_neurons(how.neurons)
+    labelled, text = labelled_texts(how.set, how.text_column, how.label_column), subject.text
+    what = subject.base, subject.layers, labelled.texts, labelled.labels
+    results = evaluate_ablation(*what, how, units, text.context, text.bos)
+    return subject.document(results, asked=how.model_dump(mode="json"), replacements=subject.members)
 
 
 @torch.no_grad()
-def ablate(
+def evaluate_ablation(
     model: FrozenModel,
-    sets: TrainedSets,
-    texts: Texts,
-    chooser: Chooser,
-    title: str,
-    seed: int,
-    batch: int,
-) -> dict[str, Ablation]:
-    """Choose units on one half of the texts, and measure on the other what masking them does.
+    layers: Mapping[str, Trained],
+    texts: Sequence[str],
+    labels: Sequence[str],
+    how: AblationConfig = DEFAULTS.ablation,
+    units: Sequence[int] | None = None,
+    context: int = 128,
+    bos: bool = True,
+    batch: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Drop single units of each layer, and as many random coefficients, and measure the accuracy on every class.
+
+    One half of the texts chooses the units and fits the probe, accuracy is measured on the other. A text runs again
+    only where the unit is active somewhere in it, and only from the replaced block on.
 
     Args:
         model: the frozen base model.
-        sets: name -> what is spliced in together.
-        texts: the texts.
-        chooser: chooses the units.
-        title: shown beside the progress.
-        seed: draws the control's units.
+        layers: name -> a layer with its provenance.
+        texts: texts of all classes.
+        labels: the class of each.
+        how: what is asked.
+        units: units to drop; by default those that fire most often (``frequent``).
+        context: tokens of a text that are read.
+        bos: begin each text with BOS where the tokenizer has one.
         batch: texts in one forward.
 
     Returns:
-        Name of a set -> what its masks do.
+        Name -> ``classes``, how many ``texts`` of each are measured, the ``accuracy`` on each and ``chance``, that of
+        the most frequent answer; ``units``: for each its firing ``rate``, the ``coefficients`` that were dropped, ``d``
+        by class (``None`` where the accuracy is 0 anyway), ``p`` (``None`` where nothing changes), ``beyond_chance``,
+        and the control's ``d`` and ``p``; what ``summarised`` says of all of them, of those ``beyond_chance``, and of
+        the ``control``; histograms; and ``shared_left_out``, units above ``how.shared`` that were too many.
 
     Raises:
-        MxdError: layers that do not fit the model.
+        MxdError: fewer than two classes, a class with fewer than two texts, no tokenizer, units that a layer does not
+            have, or layers that do not fit the model.
     """
-    layers = keyed_layers(sets)
-    total = len(texts.choosing) + len(texts.measuring) * (1 + len(sets) * (1 + 2 * chooser.num_masks))
-    with evaluating(model, layers), progress(title, total, "texts") as advance:
-        for padded in padded_batches(texts.rows, texts.choosing, batch):
-            for key, code, at in codes(model, layers, padded.ids, padded.real):
-                chooser.see(key, code, at, padded)
-            advance(len(padded.numbers))
-        chosen = {key: chooser.chosen(key) for key in layers}
-        masks = {
-            name: [{n: where(chosen[name, n].masks[i]) for n in members} for i in range(chooser.num_masks)]
-            for name, members in sets.items()
-        }
-        control = {
-            name: list(control_masks(masks[name], {n: chosen[name, n].active for n in members}, seed))
-            for name, members in sets.items()
-        }
-        return measure(model, sets, masks, control, texts, batch, advance)
+    classes = sorted(set(labels))
+    at_least("the number of classes", len(classes), 2)
+    for name, trained in layers.items():
+        wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]
+        if wrong:
+            raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
+    groups = [classes.index(label) for label in labels]
+    drawn = halves(model.tokenizer, texts, groups, classes, how.limit, context, bos, how.seed)
+    results = {}
+    with evaluating(model, layers):
+        for name, trained in layers.items():
+            moments = _moments(model, trained, drawn, batch)
+            chosen, left_out = (
+                (list(dict.fromkeys(units)), 0) if units is not None else frequent(moments, how.top, how.shared)
+            )
+            found = _Ablated(model, trained, drawn, chosen, how, batch).measured(name)
+            about = {"block": trained.provenance.block, "target": how.target, "classes": classes}
+            about["num_units"] = trained.layer.num_units
+            results[name] = about | _report(found, chosen, moments.rates.tolist()) | {"shared_left_out": left_out}
+    return results
 
 
-def measure(
-    model: FrozenModel,
-    sets: TrainedSets,
-    masks: Mapping[str, Sequence[Mask]],
-    control: Mapping[str, Sequence[Mask]],
-    texts: Texts,
-    size: int,
-    advance: Advance,
-) -> dict[str, Ablation]:
-    """Measure the losses of each set under each of its masks; the blocks below a splice run once for all of them.
+def frequent(moments: CodeMoments, top: int, shared: float) -> tuple[list[int], int]:
+    """Return the units that are dropped by default, in numerical order, and how many shared ones are left out.
+
+    They are the ``top`` that fire most often among those that are not shared, and at most as many shared ones; of
+    units that fire equally often, those with the larger mean activation.
 
     Args:
-        model: the frozen base model.
-        sets: name -> what is spliced in together.
-        masks: name -> the masks to measure.
-        control: name -> masks of the same sizes, of random units.
-        texts: the texts; ``texts.measuring`` are read.
-        size: texts in one forward.
-        advance: told of the texts that have passed through the model.
+        moments: of the layer's codes over a text.
+        top: how many of each.
+        shared: units active at more than this share of the tokens count as shared.
     """
-    groups = len(set(texts.groups))
-    ablations = {
-        name: Ablation(
-            masks[name],
-            _means(groups),
-            _means(groups),
-            [_means(groups) for _ in masks[name]],
-            [_means(groups) for _ in control[name]],
-        )
-        for name in sets
-    }
-    splices = {name: Splice(model, members, check=False) for name, members in sets.items()}
-    masked = {name: [_masked(splices[name], mask) for mask in (*masks[name], *control[name])] for name in sets}
-    special = special_ids(model.tokenizer)
-    for batch in padded_batches(texts.rows, texts.measuring, size):
-        ids = torch.from_numpy(batch.ids).to(model.device)
-        counted = torch.from_numpy(batch.real & counted_positions(batch.ids, special))[:, 1:]
-        groups_of = [texts.groups[number] for number in batch.numbers]
-        with model.block_outputs(sorted({min(members) for members in sets.values()})) as below:
-            base = _loss(model.logits(ids)[:, :-1], ids)
-        advance(len(groups_of))
-        for name, ablation in ablations.items():
-            unmasked = _loss(next_token_logits(splices[name], ids, below), ids)
-            _see(ablation.base, base, counted, groups_of)
-            _see(ablation.spliced, unmasked, counted, groups_of)
-            advance(len(groups_of))
-            for splice, means in zip(masked[name], (*ablation.changes, *ablation.control), strict=True):
-                change = torch.zeros_like(unmasked)  # an empty mask changes nothing: its forward is saved
-                if splice is not None:
-                    change = _loss(next_token_logits(splice, ids, below), ids) - unmasked
-                _see(means, change, counted, groups_of)
-                advance(len(groups_of))
-    return ablations
+    rates, means = moments.rates.numpy(), moments.sums.numpy()
+    order = np.lexsort((-means, -rates))  # the last key is the first to count
+    over = rates[order] > shared
+    often, always = order[~over & (rates[order] > 0)][:top], order[over][:top]
+    return sorted([*often.tolist(), *always.tolist()]), int(over.sum()) - len(always)
 
 
-def _masked(splice: Splice, mask: Mask) -> Splice | None:
-    """Return a splice with units switched off; ``None`` where the mask has none."""
-    return Splice(splice.model, splice.layers, mask=mask) if any(map(len, mask.values())) else None
-
-
-def _loss(
-    logits: Float[Tensor, "batch targets vocab"], ids: Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch targets"]:
-    return cross_entropy(logits.log_softmax(-1), ids[:, 1:]).cpu()
-
-
-def _see(
-    means: Sequence[Mean],
-    losses: Float[Tensor, "batch targets"],
-    counted: Bool[Tensor, "batch targets"],
-    groups: Sequence[int],
-) -> None:
-    """Count each text's losses in the mean of its group."""
-    for row, group in enumerate(groups):
-        means[group].see(losses[row : row + 1], counted[row : row + 1])
-
-
-def control_masks(masks: Sequence[Mask], active: Mapping[int, Bool[Tensor, " units"]], seed: int) -> Iterator[Mask]:
-    """Yield for each mask one of the same size, of active units outside it; of fewer where there are not enough.
+def polysemanticity(drops: Float[np.ndarray, "units classes"]) -> Float[np.ndarray, " units"]:
+    """Return ``p(n)`` of each unit (equation 4), NaN for units that change nothing.
 
     Args:
-        masks: the masks to be compared with.
-        active: block number -> the units that are active on the texts.
-        seed: draws the units.
+        drops: ``d_c(n)``; NaN for classes that are left out.
     """
-    rng = np.random.default_rng(seed)
-    for mask in masks:
-        drawn: dict[int, list[int]] = {}
-        for number, units in mask.items():
-            pool = np.setdiff1d(where(active[number]), units)
-            drawn[number] = sorted(rng.choice(pool, min(len(units), len(pool)), replace=False).tolist())
-        yield drawn
+    d = drops[:, ~np.isnan(drops).all(0)]
+    if not d.size:
+        return np.full(len(drops), np.nan)
+    ideal = np.eye(d.shape[1])[d.argmax(1)]
+    return np.where((d != 0).any(1), np.linalg.norm(d - ideal, axis=1), np.nan)
 
 
-def halves(
-    tokenizer: Any,
-    texts: Sequence[str],
-    groups: Sequence[int],
-    names: Sequence[str],
-    limit: int,
-    context: int,
-    bos: bool = True,
-    seed: int = 0,
-) -> Texts:
-    """Draw up to ``limit`` texts of each group; units are chosen on the first half, losses measured on the second.
+def beyond_chance(
+    largest: Float[np.ndarray, " units"], control: Float[np.ndarray, " units"], sizes: Int[np.ndarray, " units"]
+) -> Bool[np.ndarray, " units"]:
+    """Return which units' largest ``d_c`` exceeds the 95% quantile of controls that drop nearly as many coefficients.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        texts: the texts of all groups; empty ones are never drawn.
-        groups: the number of each text's group.
-        names: what each group is called in messages.
-        limit: texts of each group, at most.
-        context: tokens of a text that are kept, BOS included.
-        bos: begin each text with BOS where the tokenizer has one.
-        seed: draws the texts.
-
-    Raises:
-        MxdError: no tokenizer, a group with fewer than two texts, or numbers that make no sense.
+        largest: each unit's largest ``d_c``.
+        control: the same of its control.
+        sizes: coefficients that were dropped for each.
     """
-    at_least("context", context, 2)
-    head = head_ids(tokenizer, bos)
-    choosing, measuring = [], []
-    for group, name in enumerate(names):
-        numbers = [n for n, text_group in enumerate(groups) if text_group == group and texts[n].strip()]
-        random.Random(seed).shuffle(numbers)
-        numbers = numbers[:limit]
-        at_least(f"the number of texts of {name!r}", len(numbers), 2)
-        choosing += numbers[: len(numbers) // 2]
-        measuring += numbers[len(numbers) // 2 :]
-    needed = [text if n in {*choosing, *measuring} else "" for n, text in enumerate(texts)]
-    rows = tokenizer(needed, add_special_tokens=False, truncation=True, max_length=context - len(head), verbose=False)
-    return Texts([head + ids for ids in rows["input_ids"]], list(groups), choosing, measuring)
+    order = np.argsort(sizes, kind="stable")
+    beyond = np.zeros(len(sizes), dtype=bool)
+    for place, unit in enumerate(order):
+        start = min(max(place - NEIGHBOURS // 2, 0), max(len(order) - NEIGHBOURS, 0))
+        beyond[unit] = largest[unit] > np.quantile(control[order[start : start + NEIGHBOURS]], QUANTILE)
+    return beyond
 
 
-def where(chosen: Bool[Tensor, " units"]) -> list[int]:
-    """Return the numbers of the units that are chosen."""
-    return chosen.nonzero().flatten().tolist()
+class _Ablated:
+    """One layer with its units dropped."""
+
+    def __init__(
+        self, model: FrozenModel, trained: Trained, texts: Texts, units: list[int], how: AblationConfig, size: int
+    ) -> None:
+        self.model, self.texts, self.size = model, texts, size
+        self.dropping = Dropping(model, trained, units, how.seed)
+        self.classes = max(texts.groups) + 1
+        self.target: Target = NextTokens(model)
+        if how.target == "probe":
+            self.target = ProbedClass(model, texts.groups)
+            self.target.fit(self.dropping.spliced(padded_batches(texts.rows, texts.choosing, size)))
+
+    def measured(self, name: str) -> "_Found":
+        """Drop every unit, and its control, on all texts that are measured."""
+        groups = np.array(self.texts.groups)
+        activity = self.dropping.activity(padded_batches(self.texts.rows, self.texts.measuring, self.size))
+        whole, asked = np.zeros((2, self.classes), dtype=int)
+        changes = np.zeros((2, len(activity.units), self.classes), dtype=int)
+        title = f"{len(activity.units)} units of {name} and as many controls"
+        with progress(title, len(self.texts.measuring) + activity.again, "texts") as advance:
+            for batch in padded_batches(self.texts.rows, self.texts.measuring, self.size):
+                at = self.dropping.at(batch)
+                right = at.run(self.target)
+                np.add.at(whole, groups[batch.numbers], right)
+                np.add.at(asked, groups[batch.numbers], self.target.asked(batch))
+                advance(len(right))
+                for rows, kinds, unit, dropped in at.drops(activity, self.size):
+                    change = at.run(self.target, rows, dropped) - right[rows]
+                    np.add.at(changes, (kinds, unit, groups[batch.numbers][rows]), change)
+                    advance(len(rows))
+        return _Found(activity, whole, asked, changes, [self.texts.measured[group] for group in range(self.classes)])
 
 
-def table(name: str, means: Sequence[Sequence[Mean]]) -> dict[str, Any]:
-    """Return means by name, and their standard errors."""
+class _Found:
+    """What was counted: right answers by class, and what each unit and its control changes."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        right: Int[np.ndarray, " classes"],
+        asked: Int[np.ndarray, " classes"],
+        changes: Int[np.ndarray, "2 units classes"],
+        texts: list[int],
+    ) -> None:
+        self.activity, self.right, self.asked, self.texts = activity, right, asked, texts
+        with np.errstate(divide="ignore", invalid="ignore"):
+            drops = np.where(right > 0, -changes / right, np.nan)
+        self.drops, self.control = drops
+
+
+def _moments(model: FrozenModel, trained: Trained, texts: Texts, size: int) -> CodeMoments:
+    moments = CodeMoments(trained.layer)
+    for batch in padded_batches(texts.rows, texts.choosing, size):
+        for _, code, _ in codes(model, {"": trained}, batch.ids, batch.real):
+            moments.count(code)
+    return moments
+
+
+def _report(found: _Found, units: list[int], rates: list[float]) -> dict[str, Any]:
+    both = {"units": found.drops, "control": found.control}
+    p = {which: polysemanticity(drops) for which, drops in both.items()}
+    largest = {which: _largest(drops) for which, drops in both.items()}
+    sizes = found.activity.coefficients.sum(0)
+    beyond = beyond_chance(largest["units"], largest["control"], sizes)
+    known = np.concatenate([value[~np.isnan(value)] for value in p.values()])
+    edges = np.histogram_bin_edges(known, BINS)
+    histograms = {"units": p["units"], "beyond_chance": p["units"][beyond], "control": p["control"]}
     return {
-        name: [[mean.value for mean in row] for row in means],
-        f"{name}_se": [[mean.standard_error for mean in row] for row in means],
+        "texts": found.texts,
+        "accuracy": (found.right / np.maximum(found.asked, 1)).tolist(),
+        "mean_accuracy": float((found.right / np.maximum(found.asked, 1)).mean()),
+        "ablated": len(units),
+        **summarised(p["units"], largest["units"]),
+        "beyond_chance": summarised(p["units"][beyond], largest["units"][beyond]) | {"units": int(beyond.sum())},
+        "control": summarised(p["control"], largest["control"]),
+        "histogram": {"edges": edges.tolist()}
+        | {which: np.histogram(v[~np.isnan(v)], edges)[0].tolist() for which, v in histograms.items()},
+        "units": {
+            str(unit): {
+                "rate": rates[unit],
+                "coefficients": int(sizes[n]),
+                "beyond_chance": bool(beyond[n]),
+                "d": _listed(found.drops[n]),
+                "p": _or_none(p["units"][n]),
+                "control": {"d": _listed(found.control[n]), "p": _or_none(p["control"][n])},
+            }
+            for n, unit in enumerate(units)
+        },
     }
 
 
-def at_least(what: str, got: float | int, least: int) -> None:
-    """Refuse a number that is too small.
+def summarised(p: Float[np.ndarray, " units"], largest: Float[np.ndarray, " units"]) -> dict[str, Any]:
+    """Return what is said of some units.
+
+    ``polysemanticity`` is the mean of p over those that change anything, with its standard error over units,
+    ``affecting`` how many these are, ``largest_drop`` the mean of the largest ``d_c``. Means over nothing, and standard
+    errors over fewer than two units, are ``None``.
 
     Args:
-        what: what it counts, for the message.
-        got: the number.
-        least: the smallest that is allowed.
-
-    Raises:
-        MxdError: the number is smaller than ``least``.
+        p: polysemanticity of each unit; NaN where nothing changes.
+        largest: the largest ``d_c`` of each unit.
     """
-    if not got >= least:
-        raise MxdError(f"{what} is {got:g}; expected at least {least:g}.")
+    known = p[~np.isnan(p)]
+    return {
+        "polysemanticity": float(known.mean()) if len(known) else None,
+        "polysemanticity_se": float(known.std(ddof=1) / np.sqrt(len(known))) if len(known) > 1 else None,
+        "affecting": len(known),
+        "largest_drop": float(largest.mean()) if len(largest) else None,
+    }
 
 
-def _means(groups: int) -> list[Mean]:
-    return [Mean() for _ in range(groups)]
+def _largest(drops: Float[np.ndarray, "units classes"]) -> Float[np.ndarray, " units"]:
+    return np.nan_to_num(drops, nan=-np.inf).max(1, initial=0.0)
+
+
+def _listed(drops: Float[np.ndarray, " classes"]) -> list[float | None]:
+    return [_or_none(drop) for drop in drops]
+
+
+def _or_none(value: float) -> float | None:
+    return None if np.isnan(value) else round(float(value), 6)

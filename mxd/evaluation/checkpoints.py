@@ -1,20 +1,21 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
-from mxd.artifacts.provenance import versions
+from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.sets import base_model, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data.contexts import Contexts, token_contexts
 from mxd.data.text import documents
+from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 
@@ -26,21 +27,49 @@ class Subject:
     trained: dict[str, Trained]
     base: FrozenModel
     text: DataConfig
+    neurons: dict[str, Trained] = field(default_factory=dict)
+    """The base MLPs' own neurons as layers, where they are measured beside the trained ones (``with_neurons``)."""
+
+    @property
+    def layers(self) -> dict[str, Trained]:
+        """All that is measured: the trained layers, and the neurons."""
+        return self.trained | self.neurons
+
+    def with_neurons(self, wanted: bool = True) -> "Subject":
+        """Return the same subject with the neurons of every MLP that a layer replaces: ``MLP neurons, block L``.
+
+        They count the same tokens as that layer.
+
+        Args:
+            wanted: else the subject as it is.
+
+        Raises:
+            MxdError: the form of an MLP is not known.
+        """
+        if not wanted:
+            return self
+        by_block = {trained.provenance.block: trained for trained in reversed(self.trained.values())}
+        neurons = {
+            f"MLP neurons, block {number}": _neurons(self.base, trained) for number, trained in sorted(by_block.items())
+        }
+        return replace(self, neurons=neurons)
 
     def sets(self, together: bool = False) -> dict[str, dict[int, Trained]]:
         """Return what is spliced in: each layer alone under its name, or sets of them together (``sets_of``).
+
+        Neurons that are measured together are the set ``neurons``.
 
         Raises:
             MxdError: two of the layers to splice in together replace the same MLP.
         """
         if together:
-            return sets_of(self.trained)
-        return {name: {trained.provenance.block: trained} for name, trained in self.trained.items()}
+            return sets_of(self.trained) | (sets_of(self.neurons) if self.neurons else {})
+        return {name: {trained.provenance.block: trained} for name, trained in self.layers.items()}
 
     @property
     def members(self) -> dict[str, dict[str, Any]]:
         """What tables and figures say of each layer."""
-        return {name: describe(trained) for name, trained in self.trained.items()}
+        return {name: describe(trained) for name, trained in self.layers.items()}
 
     def contexts(self, seed: int = 0) -> Contexts:
         """Return the held-out contexts, once, in an order drawn from the seed."""
@@ -127,6 +156,14 @@ def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
         return DataConfig.model_validate(fields | dict(changes))
     except ValidationError as error:
         raise MxdError(f"bad evaluation text: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from error
+
+
+def _neurons(base: FrozenModel, trained: Trained) -> Trained:
+    """Return the neurons of the MLP that a layer replaces, with what its provenance says of model and text."""
+    about = trained.provenance
+    kept = {"model", "revision", "block", "fingerprint", "model_dtype", "excluded_ids", "data"}
+    layer = Neurons.of(base.mlp_shape(about.block), base.mlp_weights(about.block))
+    return Trained(layer, Provenance(**about.model_dump(include=kept)), trained.path)
 
 
 def describe(trained: Trained) -> dict[str, Any]:

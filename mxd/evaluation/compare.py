@@ -11,6 +11,7 @@ from mxd.common.files import read_json
 from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.evaluation.checkpoints import open_checkpoints, save_results
+from mxd.evaluation.toxicity import check
 from mxd.planning.memory import check_memory, plan_run
 from mxd.questions import EvaluationConfig, Question
 from mxd.training.source import load_base
@@ -28,6 +29,8 @@ def compare(config: RunConfig) -> Path:
     Raises:
         MxdError: as ``train`` and the evaluations; earlier answers stay.
     """
+    if "toxicity" in config.evaluation.questions:
+        check(config.evaluation.toxicity)
     check_memory(config, plan_run(config))  # as ``train`` does, but before anything is loaded
     base = load_base(config)
     folder = train(config, resume=(config.folder / "config.yaml").exists(), model=base)

@@ -24,6 +24,7 @@ from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions, special_ids
 from mxd.evaluation.account import Account
 from mxd.evaluation.checkpoints import Subject, describe
+from mxd.evaluation.conventions import Losses, Positions, Variances, losses, padding_of, recovered
 from mxd.evaluation.harness import Tasks, score
 from mxd.evaluation.walk import Mean, cross_entropy, evaluation_mode, next_token_logits, streamed
 from mxd.layers import ReplacementConfig, ReplacementLayer
@@ -44,18 +45,23 @@ class BasePrediction:
     p: Float[Tensor, "batch seq vocab"]
     top: Int[Tensor, "batch seq"]
     ce: Float[Tensor, "batch seq"]
+    positions: Positions | None = None
+    """What counts where other tools measure; ``None``: their losses are not taken."""
 
     @classmethod
-    def of(cls, logits: Tensor, targets: Tensor, counted: Tensor) -> "BasePrediction":
+    def of(
+        cls, logits: Tensor, targets: Tensor, counted: Tensor, positions: Positions | None = None
+    ) -> "BasePrediction":
         """Compute everything from the logits of the positions before the targets.
 
         Args:
             logits: [batch, seq, vocab].
             targets: the token that follows each position, [batch, seq].
             counted: which targets count, [batch, seq].
+            positions: what counts where other tools measure.
         """
         logp = logits.log_softmax(-1)
-        return cls(targets, counted, logp, logp.exp(), logp.argmax(-1), cross_entropy(logp, targets))
+        return cls(targets, counted, logp, logp.exp(), logp.argmax(-1), cross_entropy(logp, targets), positions)
 
 
 class Prediction:
@@ -63,15 +69,19 @@ class Prediction:
 
     def __init__(self) -> None:
         self.ce, self.increase, self.kl, self.agreement = Mean(), Mean(), Mean(), Mean()
+        self.losses = Losses()
 
     def see(self, base: BasePrediction, logits: Float[Tensor, "batch seq vocab"]) -> None:
         """Count a batch, given the logits of the positions before the targets."""
         logp = logits.log_softmax(-1)
         ce = cross_entropy(logp, base.targets)
+        kl = (base.p * (base.logp - logp)).sum(-1)
         self.ce.see(ce, base.counted)
         self.increase.see(ce - base.ce, base.counted)
         self.agreement.see((base.top == logp.argmax(-1)).float(), base.counted)
-        self.kl.see((base.p * (base.logp - logp)).sum(-1), base.counted)
+        self.kl.see(kl, base.counted)
+        if base.positions is not None:
+            self.losses.see(base.positions, ce - base.ce, kl)
 
     def report(self) -> dict[str, float]:
         """Return the metrics."""
@@ -132,8 +142,8 @@ class Reconstruction:
         if self.account is not None:
             self.account.see_means(self.account.layer.read(x, y))
 
-    def see(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> None:
-        """Count a batch of MLP inputs and outputs."""
+    def see(self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]) -> Float[Tensor, "tokens d_out"]:
+        """Count a batch of MLP inputs and outputs, and return what the replacement makes of them."""
         if isinstance(self.layer, ReplacementLayer):
             x = self.layer.read(x, y)
             code = self.layer.encode(x)
@@ -148,6 +158,15 @@ class Reconstruction:
         self.sums["error"] += float((y - prediction).double().square().sum())
         self.sums["y_squared"] += float(y.double().square().sum())
         self.y = self.y + y.double().sum(0).cpu()
+        return prediction
+
+    def predict(
+        self, x: Float[Tensor, "tokens d_in"], y: Float[Tensor, "tokens d_out"]
+    ) -> Float[Tensor, "tokens d_out"]:
+        """Return what the replacement makes of MLP inputs and outputs that do not count."""
+        if not len(x):
+            return y
+        return self.layer(self.layer.read(x, y) if isinstance(self.layer, ReplacementLayer) else x)
 
     def report(self) -> dict[str, float]:
         """Return the reconstruction, and what it is made of."""
@@ -180,6 +199,7 @@ class MeasuredSet:
         self.ways = Ways(model, replacements, excluded)
         self.layers = self.ways.full.splice.layers
         self.reconstructions = {number: Reconstruction.of(layer) for number, layer in self.layers.items()}
+        self.variances: dict[int, Variances] = {}
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -196,12 +216,38 @@ class MeasuredSet:
             "ce_base_se": base.standard_error,
             **_beside_ablations(splice.full, zero.full, mean.full),
             "around_special": _beside_ablations(splice.around, zero.around, mean.around),
+            "conventions": losses(
+                splice.full.prediction.losses,
+                splice.around.prediction.losses,
+                zero.full.prediction.losses,
+                splice.full.prediction.increase.value,
+            ),
             "by_context": {"tokens": base.counts, "ce_increase": splice.full.prediction.increase.by_context},
         }
 
-    def report_blocks(self) -> dict[str, dict[str, float]]:
+    def see(
+        self, seen: Mapping[int, tuple[Tensor, Tensor]], counted: Bool[Tensor, "batch seq"], means: Mapping[int, Tensor]
+    ) -> None:
+        """Show the base model's activations at a batch to the reconstructions.
+
+        Args:
+            seen: block -> its MLP's inputs and outputs.
+            counted: where they count.
+            means: block -> mean output of its MLP where that counts.
+        """
+        for number, reconstruction in self.reconstructions.items():
+            variances = self.variances.setdefault(number, Variances(means[number]))
+            x, y = counted_site(seen[number], counted)
+            variances.see(y, reconstruction.see(x, y))
+            x, y = counted_site(seen[number], ~counted)
+            variances.see_excluded(y, reconstruction.predict(x, y))
+
+    def report_blocks(self) -> dict[str, dict[str, Any]]:
         """Return the reconstruction of each block's MLP."""
-        return {str(number): self.reconstructions[number].report() for number in self.blocks}
+        return {
+            str(number): self.reconstructions[number].report() | {"conventions": self.variances[number].report()}
+            for number in self.blocks
+        }
 
 
 @dataclass(frozen=True)
@@ -282,7 +328,8 @@ def evaluate(
         ``*_se``, ``tokens``; the same over the same targets with the base MLP answering at excluded tokens, under
         ``around_special``; in both the ``ce_zero`` and ``ce_mean`` of ablations; ``by_context`` the targets that count
         in each context and their mean increase, with which splices are compared on the same text (``Mean.of``); and
-        for each layer under ``blocks`` the reconstruction and what it is made of (``Account``).
+        for each layer under ``blocks`` the reconstruction and what it is made of (``Account``). In both under
+        ``conventions`` the same by the definitions of other tools (``conventions.py``).
 
     Raises:
         MxdError: no text, no sets, or replacements that do not fit the model.
@@ -302,7 +349,7 @@ def evaluate(
     ):
         means = _first_pass(model, measured.values(), batches, ids, advance)
         ablations = {blocks: Ablations.of(model, blocks, means, ids) for blocks in block_groups}
-        base = _second_pass(model, measured.values(), ablations.values(), batches, ids, advance)
+        base = _second_pass(model, measured.values(), ablations.values(), means, batches, ids, advance)
         return {
             name: member.report(base, ablations[member.blocks])
             | {"excluded": list(ids), "blocks": member.report_blocks()}
@@ -340,6 +387,7 @@ def _second_pass(
     model: FrozenModel,
     sets: Collection[MeasuredSet],
     ablations: Collection[Ablations],
+    means: Mapping[int, Tensor],
     batches: Sequence[Int[np.ndarray, "_ seq"]],
     excluded: Sequence[int],
     advance: Advance,
@@ -347,16 +395,16 @@ def _second_pass(
     """Run every splice and every ablation beside the base model, whose cross-entropy is returned."""
     layers = sorted({number for member in sets for number in member.layers})
     all_ways = [member.ways for member in sets] + [ways for pair in ablations for ways in (pair.zero, pair.mean)]
-    base_ce = Mean()
+    base_ce, padding = Mean(), padding_of(model.tokenizer)
     for batch in batches:
         ids = ids_of(batch).to(model.device)
         counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
         with model.block_outputs(layers) as below, model.watched(layers) as seen:
-            base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
+            positions = Positions.of(ids, counted, padding)
+            base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:], positions)
         base_ce.see(base.ce, base.counted)
         for member in sets:
-            for number, reconstruction in member.reconstructions.items():
-                reconstruction.see(*counted_site(seen[number], counted))
+            member.see(seen, counted, means)
         for way in chain.from_iterable(all_ways):
             way.prediction.see(base, next_token_logits(way.splice, ids, below))
             advance(batch.size)
@@ -366,7 +414,8 @@ def _second_pass(
 
 def _beside_ablations(splice: Way, zero: Way, mean: Way) -> dict[str, Any]:
     ablated = {"ce_zero": zero.prediction.ce.value, "ce_mean": mean.prediction.ce.value}
-    return splice.prediction.report() | ablated | {"loss_recovered": recovered(splice.prediction, zero.prediction)}
+    share = recovered(splice.prediction.increase, zero.prediction.increase)
+    return splice.prediction.report() | ablated | {"loss_recovered": share}
 
 
 def _cost(config: ReplacementConfig, l0: float) -> dict[str, int | float]:
@@ -376,17 +425,6 @@ def _cost(config: ReplacementConfig, l0: float) -> dict[str, int | float]:
         "active_params": config.active_params(l0),
         "flops": token_flops(config),
     }
-
-
-def recovered(splice: Prediction, zero: Prediction) -> float | None:
-    """Return the share of the loss from zero-ablation that is won back.
-
-    ``None`` where that loss is within two standard errors of zero: a share of noise would be read as a result.
-    """
-    gap = zero.increase.value
-    if not gap > 2 * zero.increase.standard_error:
-        return None
-    return 1 - splice.increase.value / gap
 
 
 def counted_site(

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.data.labelled import labelled_texts
-from mxd.evaluation.ablation import Ablation, Chosen, LayerKey, ablate, at_least, halves, keyed_layers, table
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import text_sums
-from mxd.evaluation.walk import Mean, PaddedTexts, TrainedSets
+from mxd.evaluation.masks import Ablation, Chosen, LayerKey, ablate, at_least, halves, keyed_layers, matrices
+from mxd.evaluation.under_mask import Beside, UnderMask
+from mxd.evaluation.walk import PaddedTexts, TrainedSets
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, MaskingConfig
@@ -34,9 +35,11 @@ def answer(subject: Subject, how: MaskingConfig = DEFAULTS.masking, together: bo
     Raises:
         MxdError: as ``labelled_texts`` and ``evaluate_masking``.
     """
+    subject = subject.with_neurons(how.neurons)
     labelled, text = labelled_texts(how.domains, how.text_column, how.label_column), subject.text
     what = subject.base, subject.sets(together), labelled.texts, labelled.labels
-    results = evaluate_masking(*what, how, text.context, text.bos)
+    beside = UnderMask.of(subject, how.under, how.seed)
+    results = evaluate_masking(*what, how, text.context, text.bos, beside=beside)
     asked = {"texts": how.domains, "limit": how.limit, "seed": how.seed}
     return subject.document(results, replacements=subject.members, **asked)
 
@@ -72,6 +75,7 @@ def evaluate_masking(
     context: int = 128,
     bos: bool = True,
     batch: int = 8,
+    beside: Beside | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Mask each domain's units, and measure what that does to the loss on every domain.
 
@@ -84,13 +88,15 @@ def evaluate_masking(
         context: tokens of a text that are read.
         bos: begin each text with BOS where the tokenizer has one.
         batch: texts in one forward.
+        beside: what else is measured under each mask; nothing by default.
 
     Returns:
         Name -> ``domains``; how many ``units`` each has, and ``members``, which (domain -> block -> units); on each
         domain's measured ``texts``, the ``loss`` of the splice and ``loss_base`` of the base model, in nats per token;
         ``matrix[i][j]``, the change of the loss on domain j when the units of domain i are masked, with standard errors
         over texts ``matrix_se``; ``control`` and ``control_se``, the same for units drawn at random; and the means of
-        the diagonals and of the rest, ``target``, ``others``, ``control_target``, ``control_others``.
+        the diagonals and of the rest, ``target``, ``others``, ``control_target``, ``control_others``;
+        and what ``beside.measure`` returns.
 
     Raises:
         MxdError: fewer than two domains, a domain with fewer than two texts, no tokenizer, numbers that make no sense,
@@ -102,9 +108,13 @@ def evaluate_masking(
     text = halves(model.tokenizer, texts, groups, domains, how.limit, context, bos, how.seed)
     chooser = ByDomain(keyed_layers(sets), groups, len(domains), how.ratio)
     title = f"masking {len(domains)} domains in {len(sets)} splices"
+    begun = [] if beside is None else beside.prompts(model, text, texts, domains, bos)
     ablations = ablate(model, sets, text, chooser, title, how.seed, batch)
     about = {"domains": domains, "ratio": how.ratio, "texts": text.measured}
-    return {name: about | _report(domains, ablation) for name, ablation in ablations.items()}
+    extra: dict[str, dict[str, Any]] = {name: {} for name in sets}
+    if beside is not None:
+        extra = beside.measure(model, sets, ablations, begun, domains, domains)
+    return {name: about | _report(domains, ablation) | extra[name] for name, ablation in ablations.items()}
 
 
 def _report(domains: Sequence[str], ablation: Ablation) -> dict[str, Any]:
@@ -113,18 +123,8 @@ def _report(domains: Sequence[str], ablation: Ablation) -> dict[str, Any]:
         "units": dict(zip(domains, ablation.sizes, strict=True)),
         "members": dict(zip(domains, members, strict=True)),
         **ablation.report(),
-        **table("matrix", ablation.changes),
-        **table("control", ablation.control),
-        **_target_and_others("", ablation.changes),
-        **_target_and_others("control_", ablation.control),
+        **matrices(domains, domains, ablation.changes, ablation.control),
     }
-
-
-def _target_and_others(prefix: str, changes: Sequence[Sequence[Mean]]) -> dict[str, float]:
-    """Return the mean change on the domain whose units are masked, and on the others."""
-    values = np.array([[mean.value for mean in row] for row in changes])
-    diagonal = np.eye(len(values), dtype=bool)
-    return {f"{prefix}target": float(values[diagonal].mean()), f"{prefix}others": float(values[~diagonal].mean())}
 
 
 def belonging(scores: Float[Tensor, "domains units"], ratio: float) -> Int[Tensor, " units"]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mxd.layers.gates import Gate
@@ -80,7 +80,7 @@ def probe_class(
     chosen = units.differences(train & positive, train & ~positive)
     chosen = chosen.topk(min(candidates, len(chosen))).indices
     columns = units.columns(chosen)
-    answers = np.stack([_fit(column[:, None], positive, train, _probe()) for column in columns.T])
+    answers = np.stack([_answers(column[:, None], positive, train, _probe()) for column in columns.T])
     held_out = np.array([f1(positive[~train], answer[~train]) for answer in answers])
     training = np.array([f1(positive[train], answer[train]) for answer in answers])
     best, honest = int(held_out.argmax()), int(training.argmax())
@@ -124,7 +124,7 @@ def k_sparse_accuracy(
     held_out = kept & ~train
     accuracies = {}
     for k in SAEBENCH_K:
-        answers = _fit(columns[:, :k], positive, train & kept, _saebench_probe())
+        answers = _answers(columns[:, :k], positive, train & kept, _saebench_probe())
         accuracies[str(k)] = float((answers[held_out] == positive[held_out]).mean())
     return accuracies
 
@@ -149,7 +149,24 @@ def _saebench_probe() -> Any:
     return LogisticRegression(max_iter=1000)
 
 
-def _fit(
+def fit(probe: Any, columns: Float[np.ndarray, "texts k"], labels: Shaped[np.ndarray, " texts"]) -> Any:
+    """Fit a scikit-learn classifier, without its warnings, and return it.
+
+    Args:
+        probe: the classifier.
+        columns: what it reads.
+        labels: what it is to answer.
+    """
+    import sklearn
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings(), sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
+        for category in (ConvergenceWarning, RuntimeWarning):  # from ill-conditioned fits, which fall back on lbfgs
+            warnings.simplefilter("ignore", category)
+        return probe.fit(columns, labels)
+
+
+def _answers(
     columns: Float[np.ndarray, "texts k"],
     positive: Bool[np.ndarray, " texts"],
     train: Bool[np.ndarray, " texts"],
@@ -157,12 +174,10 @@ def _fit(
 ) -> Bool[np.ndarray, " texts"]:
     """Fit a probe on the training texts and return its answers for all."""
     import sklearn
-    from sklearn.exceptions import ConvergenceWarning
 
-    with warnings.catch_warnings(), sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
-        for category in (ConvergenceWarning, RuntimeWarning):  # from ill-conditioned fits, which fall back on lbfgs
-            warnings.simplefilter("ignore", category)
-        return probe.fit(columns[train], positive[train]).predict(columns)
+    fitted = fit(probe, columns[train], positive[train])
+    with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
+        return fitted.predict(columns)
 
 
 def _density(values: Float[np.ndarray, " texts"], positive: Bool[np.ndarray, " texts"]) -> dict[str, list[float]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.probes import Units, k_sparse_accuracy, probe_class
 from mxd.evaluation.walk import padded
 from mxd.layers.config import ACTIVATIONS
+from mxd.layers.neurons import mlp_hidden
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, ProbingConfig
 from mxd.splice import check_provenance
@@ -239,16 +239,9 @@ def _neurons(model: FrozenModel, numbers: Sequence[int]) -> dict[int, Callable[[
         except MxdError:  # an MLP of a form that is not in the table: its neurons cannot be named
             continue
         if name := model.mlp_shape(number).activation:
-            functions[number] = _hidden(weights, ACTIVATIONS[name])
+            activation = ACTIVATIONS[name]
+            functions[number] = mlp_hidden(activation, weights.encoder, weights.encoder_bias, weights.encoder_glu)
     return functions
-
-
-def _hidden(weights: Any, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def hidden(x: Tensor) -> Tensor:
-        up = F.linear(x, weights.encoder, weights.encoder_bias)
-        return activation(up) if weights.encoder_glu is None else activation(F.linear(x, weights.encoder_glu)) * up
-
-    return hidden
 
 
 def _pool(

@@ -15,10 +15,12 @@ from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import scored_texts
-from mxd.evaluation.ablation import Ablation, Chosen, LayerKey, Texts, ablate, at_least, halves, keyed_layers, table
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import Correlation, Correlations
-from mxd.evaluation.walk import PaddedTexts, TrainedSets
+from mxd.evaluation.masks import Ablation, Chosen, LayerKey, Texts, ablate, at_least, halves, keyed_layers, table
+from mxd.evaluation.scatter import Scatter, numbered
+from mxd.evaluation.under_mask import Beside, UnderMask
+from mxd.evaluation.walk import PaddedTexts, TrainedSets, codes, evaluating, padded_batches
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
 from mxd.questions import PURGING, PurgingConfig
@@ -42,8 +44,12 @@ def answer(subject: Subject, how: PurgingConfig, scores: str, together: bool = F
     Raises:
         MxdError: as ``scored_texts`` and ``evaluate_purging``.
     """
+    subject = subject.with_neurons(how.neurons)
     scored, text = scored_texts(scores, how.text_column, how.score_column), subject.text
-    results = evaluate_purging(subject.base, subject.sets(together), *scored, how, text.context, text.bos)
+    beside = UnderMask.of(subject, how.under, how.seed)
+    results = evaluate_purging(
+        subject.base, subject.sets(together), *scored, how, text.context, text.bos, beside=beside
+    )
     asked = {"texts": scores, "limit": how.limit, "seed": how.seed}
     return subject.document(results, replacements=subject.members, **asked)
 
@@ -65,9 +71,15 @@ class ByScore:
 
     def see(self, key: LayerKey, code: Code, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> None:
         """Correlate a layer's activations with the scores of the tokens; arguments as ``Chooser.see``."""
+        scores = self.scores_at(at, batch)
+        self.correlation[key].see(code, batch.row(at), torch.from_numpy(scores), len(batch.numbers))
+
+    def scores_at(self, at: Int[np.ndarray, " tokens"], batch: PaddedTexts) -> Float[np.ndarray, " tokens"]:
+        """Return the scores of some tokens of a batch; arguments as ``Chooser.see``."""
         score = np.zeros(batch.ids.shape)
         score[batch.real] = np.concatenate([self.scores[number] for number in batch.numbers])
-        self.correlation[key].see(code, batch.row(at), torch.from_numpy(score.flat[at]), len(batch.numbers))
+        found: Float[np.ndarray, " tokens"] = score.flat[at]
+        return found
 
     def chosen(self, key: LayerKey) -> Chosen:
         """Return the units that reach each threshold, beyond chance."""
@@ -85,6 +97,7 @@ def evaluate_purging(
     context: int = 128,
     bos: bool = True,
     batch: int = 8,
+    beside: Beside | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Mask the units whose activations correlate with a score, and measure what that does to the loss.
 
@@ -101,13 +114,16 @@ def evaluate_purging(
         context: tokens of a text that are read.
         bos: begin each text with BOS where the tokenizer has one; it has the mean of the text's scores.
         batch: texts in one forward.
+        beside: what else is measured under each mask; nothing by default.
 
     Returns:
         Name -> ``mean_score``; ``loss`` and ``loss_base`` of ``texts`` up to it and above; ``choosing``, the number of
         texts that chose units; for each of ``thresholds`` how many ``units`` are masked and their ``share``, and how
         many were ``removed``, which reach it but not beyond chance; the ``changes`` of the two losses, with
         ``changes_se``, and with equally many random units ``control`` and ``control_se``; and the ``leading`` ten
-        units by ``correlation``, with that over texts, ``correlation_texts``, and whether it is ``beyond_chance``.
+        units by ``correlation``, with that over texts, ``correlation_texts``, whether it is ``beyond_chance``, and
+        ``Scatter.report``;
+        and what ``beside.measure`` returns.
 
     Raises:
         MxdError: scores that are all the same, fewer than 30 texts to choose by, a list of scores that is not one for
@@ -128,11 +144,44 @@ def evaluate_purging(
     head = len(head_ids(model.tokenizer, bos))
     of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
     chooser = ByScore(keyed_layers(sets), of_tokens, how.thresholds, how.seed)
+    begun = [] if beside is None else beside.prompts(model, text, texts, names, bos)
     ablations = ablate(model, sets, text, chooser, f"purging {len(sets)} splices", how.seed, batch)
-    return {
-        name: {"mean_score": mean} | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, ablation)
+    extra: dict[str, dict[str, Any]] = {name: {} for name in sets}
+    if beside is not None:
+        masks = [f"{threshold:g}" for threshold in how.thresholds]
+        extra = beside.measure(model, sets, ablations, begun, names, masks)
+    found = {
+        name: {"mean_score": mean}
+        | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, ablation)
+        | extra[name]
         for name, ablation in ablations.items()
     }
+    leading = {name: result["leading"] for name, result in found.items()}
+    _add_points(model, sets, text, chooser, leading, how.seed, batch)
+    return found
+
+
+@torch.no_grad()
+def _add_points(
+    model: FrozenModel,
+    sets: TrainedSets,
+    text: Texts,
+    chooser: ByScore,
+    leading: Mapping[str, list[dict[str, Any]]],
+    seed: int,
+    batch: int,
+) -> None:
+    """Add to each leading unit its activations and the scores of the same tokens, from the texts that chose it."""
+    units = {(name, block): of for name, those in leading.items() for block, of in numbered(those).items()}
+    layers = {key: trained for key, trained in keyed_layers(sets).items() if key in units}
+    scatters = {key: Scatter(of, seed) for key, of in units.items()}
+    with evaluating(model, layers):
+        for padded in padded_batches(text.rows, text.choosing, batch):
+            for key, code, at in codes(model, layers, padded.ids, padded.real):
+                scatters[key].see(code, chooser.scores_at(at, padded))
+    for name, those in leading.items():
+        for one in those:
+            one |= scatters[name, one["block"]].report(one["unit"])
 
 
 def _report(

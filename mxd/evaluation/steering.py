@@ -6,6 +6,10 @@ done for the first 100 units one by one, with ``lambda`` = 100 and 10 samples of
 code does so with the replacement spliced in, which is the default here; ``on="base"`` adds to the base MLP's output.
 That code also lowers the logit of a token by 1 for each earlier occurrence, which the paper does not mention:
 ``frequency_penalty=1``.
+
+With ``at="input"`` a unit is made stronger as in the muMoE paper (arXiv 2402.12550, app. G.2): its gate's row, the
+"expert cluster center vector", is added to what the layer reads, and the layer answers as usual. The paper does not
+say how strongly; here ``lambda`` is in units of the input's length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +28,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued
 from mxd.evaluation.judging import Judge, judge_all
 from mxd.layers import ReplacementLayer
+from mxd.layers.gates import ConstantGate
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, SteeringConfig
 from mxd.splice import Splice, spliced
@@ -72,17 +77,17 @@ def evaluate_steering(
         batch: samples in one forward, rounded up to whole units.
 
     Returns:
-        Name -> ``block``, ``prompt``, ``judge``, ``unsteered`` (the first unit's draws with ``scale`` 0), and
+        Name -> ``block``, ``prompt``, ``at``, ``judge``, ``unsteered`` (the first unit's draws with ``scale`` 0), and
         ``units``: for each its ``scale``, its ``samples`` (continuations alone) and, with a judge, ``Verdict.report``;
         over all units the means ``coherence`` and ``fluency``, and the numbers ``asked``, ``failures``,
         ``disagreements``.
 
     Raises:
-        MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers that are not additive or of another
-            model.
+        MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers of another model; at the output,
+            layers that are not additive; at the input, layers that read the MLP's output or have no gate rows.
     """
-    for trained in layers.values():
-        trained.layer.check_additive()
+    for name, trained in layers.items():
+        _check_input(name, trained.layer) if how.at == "input" else trained.layer.check_additive()
     ids = _prompt(model, how, bos)
     chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():
@@ -121,13 +126,32 @@ def _number(value: float | None) -> str:
 
 
 class Steered(nn.Module):
-    """Takes an MLP's place: the replacement or the base MLP, plus ``scale`` times one unit's output.
+    """Takes an MLP's place: the replacement or the base MLP, with ``scale`` times one unit's push at one of its ends.
 
     The rows of a batch are divided among the units, the same number for each.
     """
 
-    def __init__(self, layer: ReplacementLayer, base: nn.Module, on: str, units: Sequence[int], scale: float) -> None:
+    def __init__(
+        self,
+        layer: ReplacementLayer,
+        base: nn.Module,
+        on: str,
+        units: Sequence[int],
+        scale: float,
+        rows: Float[Tensor, "units d_in"] | None = None,
+    ) -> None:
+        """Take what is steered.
+
+        Args:
+            layer: the replacement.
+            base: the MLP in whose place it stands.
+            on: which of the two answers, ``replacement`` or ``base``.
+            units: which units.
+            scale: how much is added.
+            rows: what is added to the input for each unit; ``None``: the unit's output is added to the output.
+        """
         super().__init__()
+        self.rows = rows
         self.layer = layer
         self.on, self.units, self.scale = on, list(units), scale
         self._base = [base]  # in a list, so that it is no submodule: leaving the splice sets the mode of all submodules
@@ -135,10 +159,20 @@ class Steered(nn.Module):
 
     def forward(self, x: Float[Tensor, "rows seq d_in"]) -> Float[Tensor, "rows seq d_out"]:
         """Return the steered output."""
+        if self.rows is not None:
+            return self._pushed(x, self.rows)
         read = self.layer.read(nn.Identity(), self._base[0])(x)
         out = self.layer(read) if self.on == "replacement" else self._base[0](x)
         pushes = zip(self.units, read.chunk(len(self.units)), strict=True)
         return out + self.scale * torch.cat([self.layer.unit_output(n, rows) for n, rows in pushes]).to(out.dtype)
+
+    def _pushed(
+        self, x: Float[Tensor, "rows seq d_in"], rows: Float[Tensor, "units d_in"]
+    ) -> Float[Tensor, "rows seq d_out"]:
+        """Return the output for a pushed input; where the layer knows BOS by its input, that stays as it is."""
+        push = rows.to(x).repeat_interleave(len(x) // len(rows), 0).unsqueeze(1)
+        read = torch.where(self.layer.at_bos(x).unsqueeze(-1), x, x + self.scale * push)
+        return self.layer(read) if self.on == "replacement" else self._base[0](read)
 
 
 def choose(
@@ -186,6 +220,27 @@ def _units(name: str, layer: ReplacementLayer, units: Sequence[int] | None, firs
     return list(dict.fromkeys(units))
 
 
+def _check_input(name: str, layer: ReplacementLayer) -> None:
+    if layer.config.reads != "mlp_in":
+        raise MxdError(
+            f"{name} is an autoencoder: it reads the MLP's output and has no gate row at its input; give --at output."
+        )
+    if isinstance(layer.gates, ConstantGate):
+        raise MxdError(f"the units of {name} are always on and have no gate rows; give --at output.")
+
+
+@torch.no_grad()
+def _gate_rows(
+    model: FrozenModel, trained: Trained, units: Sequence[int], prompt: Sequence[int]
+) -> Float[Tensor, "units d_in"]:
+    """Return the units' gate rows, summed over heads, as long as the prompt's inputs are on average."""
+    block, gates = trained.provenance.block, trained.layer.gates
+    x, _ = model.record(torch.tensor([prompt]), [block])[block]
+    numbers = torch.tensor(units, device=trained.layer.bias.device)
+    rows = torch.stack([gates.rows(numbers, head)[0].float() for head in range(gates.heads)]).sum(0)
+    return float(x.float().norm(dim=-1).mean()) * nn.functional.normalize(rows, dim=-1)
+
+
 def _generated(
     model: FrozenModel,
     trained: Trained,
@@ -204,6 +259,7 @@ def _generated(
     return {
         "block": trained.provenance.block,
         "prompt": how.prompt,
+        "at": how.at,
         "judge": None,
         "unsteered": _sampled(model, trained, [units[0]], 0.0, how, prompt, advance),
         "units": {str(unit): {"scale": how.scale, "samples": samples[unit]} for unit in units},
@@ -222,7 +278,8 @@ def _sampled(
 ) -> list[str]:
     """Return ``how.samples`` continuations for each unit, unit by unit."""
     number = trained.provenance.block
-    steered = Steered(trained.layer, model.mlp(number), how.on, units, scale)
+    rows = _gate_rows(model, trained, units, prompt) if how.at == "input" else None
+    steered = Steered(trained.layer, model.mlp(number), how.on, units, scale, rows)
     draws = np.concatenate([np.random.default_rng([how.seed, n]).random((how.samples, how.tokens)) for n in units])
     with spliced(model, {number: steered}):
         added = _continue(model, prompt, torch.from_numpy(draws), how)

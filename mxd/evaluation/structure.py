@@ -14,13 +14,14 @@ from mxd.common.progress import progress
 from mxd.data.contexts import Contexts, head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.ranks import weight_ranks
+from mxd.evaluation.units import token_strings
 from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, StructureConfig
 
-LEADERS = 3
-"""Units named for each prompt."""
+LEADERS = 4
+"""Units named for each token of a prompt, as in figure 21."""
 
 
 def answer(subject: Subject, how: StructureConfig = DEFAULTS.structure) -> dict[str, Any]:
@@ -57,8 +58,7 @@ def evaluate_structure(
         Name -> mean ``normalized_rank`` and ``stable_rank`` of ``experts`` units whose weights have ``shape``, with
         their standard deviations ``*_sd``, and how many of the units are rank-``deficient``; over the text's
         ``tokens``, the unit that leads most often and its share of them, ``leader``; and for each prompt, under
-        ``leading``, the most active ``units`` at its last token, with their ``activation`` there and their ``rate``
-        over the text.
+        ``leading``, as ``leading_units`` returns it, with the ``rate`` of each of the ``units`` over the text.
 
     Raises:
         MxdError: no layers, no text, or layers of another model.
@@ -107,7 +107,7 @@ def evaluate_structure(
 def leading_units(
     model: FrozenModel, layers: Mapping[str, Trained], prompts: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return for each layer and prompt the units with the largest activations at the last token (figure 21).
+    """Return for each layer and prompt the units with the largest activations, token by token (figure 21).
 
     Args:
         model: the frozen base model, with its tokenizer.
@@ -115,8 +115,9 @@ def leading_units(
         prompts: the prompts.
 
     Returns:
-        Name -> for each prompt at whose last token a unit is active ``prompt`` and ``units``: up to three, each with
-        its ``activation``, the strongest first.
+        Name -> for each prompt at whose last token a unit is active ``prompt``; ``units``: up to four there, each with
+        its ``activation``, the strongest first; and ``tokens``: for each of its tokens the text, ``token``, and the
+        numbers of its ``units``, none at a token that does not count for the layer.
 
     Raises:
         MxdError: the model has no tokenizer, or a prompt has no token.
@@ -127,11 +128,16 @@ def leading_units(
         ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not ids:
             raise MxdError(f"the prompt {prompt!r} has no tokens; give it a word.")
-        row = np.array([head + ids])
-        last = np.arange(row.size)[None] == row.size - 1
-        for name, code, _ in codes(model, layers, row, last):
-            if units := _strongest(code):
-                leading[name].append({"prompt": prompt, "units": units})
+        words = token_strings(model.tokenizer, ids)
+        for name, code, position in codes(model, layers, np.array([head + ids])):
+            at = dict(zip(position - len(head), _strongest(code), strict=True))
+            strongest = [at.get(n, []) for n in range(len(ids))]
+            if strongest[-1]:
+                tokens = [
+                    {"token": word, "units": [unit["unit"] for unit in units]}
+                    for word, units in zip(words, strongest, strict=True)
+                ]
+                leading[name].append({"prompt": prompt, "units": strongest[-1], "tokens": tokens})
     return leading
 
 
@@ -145,8 +151,11 @@ def _leading(code: Code) -> tuple[Int[Tensor, " tokens"], Float[Tensor, " tokens
     return code.indices.gather(-1, column.unsqueeze(-1)).squeeze(-1), activation
 
 
-def _strongest(code: Code) -> list[dict[str, Any]]:
-    """Return the active units of a single token with the largest activations, the strongest first."""
-    activations, columns = code.activations[0].topk(min(LEADERS, code.activations.shape[-1]))
-    leaders = zip(code.indices[0, columns].tolist(), activations.tolist(), strict=True)
-    return [{"unit": unit, "activation": activation} for unit, activation in leaders if activation > 0]
+def _strongest(code: Code) -> list[list[dict[str, Any]]]:
+    """Return for each token the active units with the largest activations, the strongest first."""
+    activations, columns = code.activations.topk(min(LEADERS, code.activations.shape[-1]))
+    units = code.indices.gather(-1, columns)
+    return [
+        [{"unit": unit, "activation": activation} for unit, activation in zip(*token, strict=True) if activation > 0]
+        for token in zip(units.tolist(), activations.tolist(), strict=True)
+    ]

@@ -1,11 +1,14 @@
 """What did the units learn? How often each fires, and the text it fires on (MxD, arXiv 2505.21364, app. C.1 and E).
 
 One pass over the text serves every layer: the base model runs once, up to the last of them. Memory does not depend on
-the length of the text; its token ids wait in a temporary file until it is known which contexts are shown.
+the length of the text; its token ids wait in a temporary file until it is known which units and contexts are shown.
+These units alone carry contexts, histograms and the tokens that they promote (``directions.py``), however many others
+there are.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -18,13 +21,17 @@ from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
+from mxd.evaluation.directions import described, sampled
 from mxd.evaluation.intervals import Interval, IntervalSamples
 from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel
+from mxd.model.lens import Lens
 from mxd.questions import DEFAULTS, UnitsConfig
 
 BINS = 4
 """Bins of the histogram per factor of ten."""
+LOAD = 0.5
+"""The coefficient from which on a token counts to a unit's load, where coefficients sum to 1 (muMoE, app. H.4)."""
 WINDOW = (20, 8)
 """Tokens shown before and after the one that was drawn."""
 
@@ -43,7 +50,8 @@ def answer(subject: Subject, how: UnitsConfig = DEFAULTS.units, shown: Sequence[
     Raises:
         MxdError: as ``evaluate_units``.
     """
-    results = evaluate_units(subject.base, subject.trained, subject.contexts(how.seed), how, shown)
+    subject = subject.with_neurons(how.neurons)
+    results = evaluate_units(subject.base, subject.layers, subject.contexts(how.seed), how, shown)
     return subject.document(results, replacements=subject.members, tokens_asked=how.tokens, seed=how.seed)
 
 
@@ -68,9 +76,13 @@ def evaluate_units(
 
     Returns:
         Name -> what ``firing`` says of all units, and for each unit that is shown, under ``units``: its ``rate``, its
-        ``mean`` activation where it is active and its ``max``, and ``intervals`` from strong to weak. Each of an
-        interval's ``contexts`` holds the ``tokens`` around the one ``at``, the ``activations`` there, and the
-        activation ``value``.
+        ``mean`` activation where it is active and its ``max``, what it adds (``directions.described``), and
+        ``intervals`` from strong to weak. Each of an interval's ``contexts`` holds the ``tokens`` around the one
+        ``at``, the ``activations`` there, and the activation ``value``. ``logits`` says how directions were taken to
+        logits: the final ``norm`` and whether it is ``centred``, the ``sample`` of tokens, whether directions are
+        ``fixed``, and the ``peak`` of random ones by ``chance``; or what is ``missing``. Where a token's coefficients
+        sum to 1, ``loads`` is the share of the tokens at which each unit has at least ``LOAD`` of them, and ``loaded``
+        how many units have any.
 
     Raises:
         MxdError: no layers, no text, or units that a layer does not have.
@@ -80,6 +92,7 @@ def evaluate_units(
         if wrong:
             raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
     moments = {name: CodeMoments(trained.layer) for name, trained in layers.items()}
+    loads = {name: torch.zeros(t.layer.num_units) for name, t in layers.items() if t.layer.config.sparsity.simplex}
     samples = {name: IntervalSamples(t.layer.num_units, how.contexts, how.seed) for name, t in layers.items()}
     with evaluating(model, layers), TemporaryFile() as file:
         read = width = 0
@@ -88,22 +101,40 @@ def evaluate_units(
                 width = batch.shape[1]
                 for name, code, position in codes(model, layers, batch):
                     moments[name].count(code)
+                    if name in loads:
+                        loads[name] += code.indices[code.activations >= LOAD].cpu().bincount(minlength=len(loads[name]))
                     samples[name].see(code, read + position // width, position % width)
                 file.write(batch.astype(np.int32).tobytes())
                 read += len(batch)
                 advance(batch.size)
         file.flush()
         text = np.memmap(file, np.int32, "r", shape=(read, width))
+        per_batch = forward_contexts or max(1, 1024 // width)
+        chosen = {
+            name: contributing(moments[name], how.top, how.shared) if units is None else list(units) for name in layers
+        }
+        maxima = {name: {unit: float(moments[name].maxima[unit]) for unit in chosen[name]} for name in layers}
+        part = text[: -(-how.sample // width) if any(chosen.values()) else 0]
+        batches = [np.array(part[i : i + per_batch]) for i in range(0, len(part), per_batch)]
+        directions = sampled(model, layers, maxima, batches)
+        lens, seen = _seen_through(model if any(chosen.values()) else None)
+        adds = {name: described(one, lens, partial(token_strings, model.tokenizer)) for name, one in directions.items()}
         results = {}
         for name, trained in layers.items():
-            chosen = contributing(moments[name], how.top, how.shared) if units is None else units
-            intervals = {unit: samples[name].intervals(unit) for unit in chosen}
-            activations = _activations(model, trained, intervals, text, forward_contexts or max(1, 1024 // width))
+            intervals = {unit: samples[name].intervals(unit) for unit in chosen[name]}
+            activations = _activations(model, trained, intervals, text, per_batch)
             pages = {
-                str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)} for unit in chosen
+                str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)} | adds[name][unit]
+                for unit in chosen[name]
             }
             results[name] = {"block": trained.provenance.block, **firing(moments[name], how.shared), "units": pages}
-            for unit in chosen:
+            if name in loads:
+                results[name] |= {
+                    "loads": (loads[name] / max(moments[name].tokens, 1)).tolist(),
+                    "loaded": int(loads[name].count_nonzero()),
+                }
+            results[name]["logits"] = seen | {"fixed": directions[name].fixed, "sample": directions[name].tokens}
+            for unit in chosen[name]:
                 pages[str(unit)] |= {
                     key: results[name][of][unit]
                     for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))
@@ -134,6 +165,17 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
         "shared_above": shared,
         "shared": [{"unit": n, "rate": rate} for n, rate in sorted(over, key=lambda unit: -unit[1])],
     }
+
+
+def _seen_through(model: FrozenModel | None) -> tuple[Lens | None, dict[str, Any]]:
+    """Return what takes directions to logits, and what is to be said of it; ``None``: no unit is shown."""
+    try:
+        if model is None:
+            raise MxdError("no unit is shown.")
+        lens = Lens.of(model)
+    except MxdError as error:
+        return None, {"norm": None, "centred": None, "chance": None, "missing": str(error)}
+    return lens, {"norm": lens.norm, "centred": lens.centred, "chance": lens.chance(), "missing": None}
 
 
 def contributing(moments: CodeMoments, top: int, shared: float) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ Sets = Mapping[str, Mapping[int, Replacement]]
 """Name -> what is spliced in together: block number -> replacement."""
 TrainedSets = Mapping[str, Mapping[int, Trained]]
 """Name -> what is spliced in together: block number -> layer."""
+Mask = Mapping[int, Sequence[int]]
+"""Block number -> units that are switched off."""
 
 
 def streamed(
@@ -120,13 +122,13 @@ def evaluating(model: FrozenModel, layers: Mapping[Any, Trained]) -> Iterator[No
         yield
 
 
-def codes(
+def reads(
     model: FrozenModel,
     layers: Mapping[K, Trained],
     batch: Int[np.ndarray, "batch seq"],
     only: Bool[np.ndarray, "batch seq"] | None = None,
-) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
-    """Yield each layer's name, its code at the tokens that count, and their positions in the flattened batch.
+) -> Iterator[tuple[K, Float[Tensor, "tokens d_in"], Int[np.ndarray, " tokens"]]]:
+    """Yield each layer's name, what it reads at the tokens that count, and their positions in the flattened batch.
 
     The base model runs once, up to the last of the layers. Tokens excluded from a layer's training do not count, nor
     those that it answers with its stored constant.
@@ -143,8 +145,18 @@ def codes(
         read = trained.layer.read(x, y)
         counted = counted_positions(batch, trained.provenance.excluded_ids) & (True if only is None else only)
         counted &= ~trained.layer.at_bos(read).cpu().numpy()
-        code = trained.layer.encode(read[torch.from_numpy(counted).to(read.device)].float())
-        yield name, code, np.flatnonzero(counted)
+        yield name, read[torch.from_numpy(counted).to(read.device)].float(), np.flatnonzero(counted)
+
+
+def codes(
+    model: FrozenModel,
+    layers: Mapping[K, Trained],
+    batch: Int[np.ndarray, "batch seq"],
+    only: Bool[np.ndarray, "batch seq"] | None = None,
+) -> Iterator[tuple[K, Code, Int[np.ndarray, " tokens"]]]:
+    """Yield each layer's name, its code at the tokens that count, and their positions; arguments as ``reads``."""
+    for name, x, position in reads(model, layers, batch, only):
+        yield name, layers[name].layer.encode(x), position
 
 
 def next_token_logits(
@@ -167,6 +179,19 @@ def cross_entropy(
 ) -> Float[Tensor, "batch targets"]:
     """Return the negative log-probability of each target."""
     return -logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+@runtime_checkable
+class Estimate(Protocol):
+    """A number with its standard error."""
+
+    @property
+    def value(self) -> float:
+        """The number."""
+
+    @property
+    def standard_error(self) -> float:
+        """Its standard error."""
 
 
 @dataclass

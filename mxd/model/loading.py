@@ -68,6 +68,25 @@ def load_frozen(
     return frozen
 
 
+def load_classifier(source: str, device: str = "auto") -> tuple[nn.Module, Any]:
+    """Load a sequence-classification model and its tokenizer; its files are looked at as a base model's.
+
+    Args:
+        source: a local folder or a Hub id.
+        device: as for ``load_frozen``.
+
+    Raises:
+        MxdError: as ``load_frozen``.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    target = pick_device(device)
+    with _explained(source):
+        files = _find_model(source, None, False, False)
+        module = _pretrained(AutoModelForSequenceClassification, files, "float32", False, {})
+        return module.to(target).eval().requires_grad_(False), _tokenizer(source, files)
+
+
 def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
     """Return a loaded Hugging Face model or a TransformerLens bridge as a ``FrozenModel``, without changing it.
 
@@ -143,15 +162,25 @@ def outline(
 def _load(
     name: str, files: ModelFiles, dtype: str, device: torch.device, allow_pickle: bool, tokenizer: Any
 ) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     quantized = _eight_bits(name, device) if dtype == "int8" else _unpacked() if files.gguf else {}
+    module = _pretrained(AutoModelForCausalLM, files, dtype, allow_pickle, quantized)
+    if dtype != "int8":  # int8 models are put on their device as they are read
+        module.to(device)
+    tokenizer = tokenizer or _tokenizer(name, files)
+    _try_out(module, tokenizer)
+    return module, tokenizer
+
+
+def _pretrained(auto: Any, files: ModelFiles, dtype: str, allow_pickle: bool, quantized: dict[str, Any]) -> nn.Module:
+    """Return a model of one of transformers' automatic classes, its files looked at first."""
     config = read_config(files)
     weights = find_weights(files, getattr(config, "transformers_weights", None), allow_pickle)
     _check_memory(weights, dtype)
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers has the Hub convert pickles
     with bounded(weights):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             files.where,
             config=config,
             dtype=DTYPES[dtype],
@@ -161,19 +190,23 @@ def _load(
             **files.options,
             **quantized,
         )
+    module: nn.Module
     module, info = loaded
-    if dtype != "int8":  # int8 models are put on their device as they are read
-        module.to(device)
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(info['missing_keys'])[:3])}; they would be random")
     for key, stored, expected in sorted(info["mismatched_keys"]):
         raise ValueError(f"its weights hold {key} as {list(stored)}, its config asks for {list(expected)}")
+    return module
+
+
+def _tokenizer(name: str, files: ModelFiles) -> Any:
+    from transformers import AutoTokenizer
+
     with _explained(name, "its tokenizer: "):
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(files.where, **files.options)
+        tokenizer = AutoTokenizer.from_pretrained(files.where, **files.options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("files of it are missing, so its vocabulary is empty")
-    _try_out(module, tokenizer)
-    return module, tokenizer
+    return tokenizer
 
 
 def _check_memory(weights: WeightCounts, dtype: str) -> None:

@@ -4,7 +4,7 @@ The units' rows lie one below the other: ``V_n = down[firsts[n] : firsts[n + 1]]
 rank r with T_n tokens costs two products, ``[T_n, d] [d, r]`` and ``[T_n, r] [r, o]``; nothing is ``[tokens, rows]``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,12 +69,14 @@ class _LowRankMixture(torch.autograd.Function):
         flat = values.reshape(-1, 1)
 
         def work(share: Sequence[int]) -> Tensor:
-            out = x.new_zeros(len(x), up.shape[1])
+            out, gathered, scaled, made = x.new_zeros(len(x), up.shape[1]), _scratch(x), _scratch(x), _scratch(x)
             for number in share:
                 unit, places, tokens = groups[number]
                 own = slice(firsts[unit], firsts[unit + 1])
-                kept[number] = x.index_select(0, tokens) @ down[own].T
-                out.index_add_(0, tokens, (kept[number] * flat.index_select(0, places)) @ up[own])
+                rows = torch.index_select(x, 0, tokens, out=gathered(len(tokens), x.shape[1]))
+                hidden = kept[number] = rows @ down[own].T
+                state = torch.mul(hidden, flat.index_select(0, places), out=scaled(*hidden.shape))
+                out.index_add_(0, tokens, torch.mm(state, up[own], out=made(len(tokens), up.shape[1])))
             return out
 
         outputs = in_shares(work, _costs(groups, firsts), x.device)
@@ -94,15 +96,19 @@ class _LowRankMixture(torch.autograd.Function):
 
         def work(share: Sequence[int]) -> Tensor:
             grad_x = x.new_zeros(x.shape if needs_x else 0)
+            gathered, gathered_grad, scaled, returned = (_scratch(x) for _ in range(4))
             for number in share:
                 unit, places, tokens = groups[number]
                 own, hidden = slice(firsts[unit], firsts[unit + 1]), kept[number]
-                rows, upstream = x.index_select(0, tokens), grad.index_select(0, tokens)
+                rows = torch.index_select(x, 0, tokens, out=gathered(len(tokens), x.shape[1]))
+                upstream = torch.index_select(grad, 0, tokens, out=gathered_grad(len(tokens), grad.shape[1]))
                 activation = flat.index_select(0, places)
-                back = upstream @ up[own].T  # the gradient of the hidden state, per unit of activation
-                grad_values.index_copy_(0, places, (back * hidden).sum(1, keepdim=True))
-                torch.mm((hidden * activation).T, upstream, out=grad_up[own])
-                torch.mm((back := back * activation).T, rows, out=grad_down[own])
+                state = scaled(*hidden.shape)
+                # the gradient of the hidden state, per unit of activation
+                back = torch.mm(upstream, up[own].T, out=returned(*hidden.shape))
+                grad_values.index_copy_(0, places, torch.mul(back, hidden, out=state).sum(1, keepdim=True))
+                torch.mm(torch.mul(hidden, activation, out=state).T, upstream, out=grad_up[own])
+                torch.mm(back.mul_(activation).T, rows, out=grad_down[own])
                 if needs_x:
                     grad_x.index_add_(0, tokens, back @ down[own])
             return grad_x
@@ -110,6 +116,19 @@ class _LowRankMixture(torch.autograd.Function):
         gradients = in_shares(work, _costs(groups, firsts), x.device)
         grad_x = _total(gradients) if needs_x else None
         return grad_x, grad_values.view_as(values), None, grad_down, grad_up, None, None
+
+
+def _scratch(like: Tensor) -> Callable[[int, int], Tensor]:
+    """Return a maker of matrices, which gives the same memory each time, so that it stays in the processor's cache."""
+    memory = like.new_empty(0)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        nonlocal memory
+        if len(memory) < rows * columns:
+            memory = like.new_empty(rows * columns)
+        return memory[: rows * columns].view(rows, columns)
+
+    return matrix
 
 
 def _costs(groups: Sequence[tuple[int, Tensor, Tensor]], firsts: Sequence[int]) -> list[int]:

@@ -24,6 +24,8 @@ class Cell:
     shade: int = 0
     """-9 ... 9: how strongly the cell is coloured, by sign."""
     marked: bool = False
+    colour: int | None = None
+    """Its number in ``PALETTE``, where cells that say the same share a colour."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     legend: bool = False
     """Whether the columns' notes are printed below it."""
+    folded: str = ""
+    """A line under which it is folded away on the page; empty: it is not."""
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,11 @@ class Node:
         return Node(self.value[key], self.file, f"{self.pointer}/{token}")
 
     def follow(self, path: str) -> "Node | None":
-        """Return the value at the end of a path, names separated by dots; ``None`` where there is none."""
+        """Return the value at the end of a path, names and places in lists separated by dots; ``None`` without one."""
         node: Node | None = self
         for name in path.split("."):
-            node = node.get(name) if node is not None else None
+            listed = node is not None and isinstance(node.value, list) and name.isdecimal()
+            node = node.get(int(name) if listed else name) if node is not None else None
         return node
 
     def items(self) -> Iterator[tuple[str, "Node"]]:

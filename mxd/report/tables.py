@@ -1,5 +1,6 @@
 """Results as tables: in the terminal and in Markdown."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from rich.table import Table
 
 from mxd.common.markdown import grid
 from mxd.common.progress import WIDTH
-from mxd.metrics import QUESTIONS, explained
+from mxd.metrics import LARGEST_DROP, QUESTIONS, explained
 
 HEAD = ("method", "block", "sparsity")
 
@@ -109,3 +110,26 @@ def caption(evaluation: Mapping[str, Any]) -> str:
         f"{evaluation['model']} on {data['source']}/{data['split']}, {any_result['tokens']:,} tokens: "
         f"CE base {any_result['ce_base']:.4f} ± {any_result['ce_base_se']:.4f}; {listed} (nats per token)"
     )
+
+
+PLACES = ("first", "second", "third", "fourth")
+"""Columns of the units that lead."""
+AFFECTED = 3
+"""Classes that are named for a unit that is dropped."""
+
+
+def most_lost(drops: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the units without which some class loses anything, those first that cost a class most.
+
+    Args:
+        drops: unit -> share of the accuracy on each class that is lost without it; NaN where there is none to lose.
+    """
+    most = {unit: max((d for d in values if d > 0), default=0.0) for unit, values in drops.items()}
+    return sorted((unit for unit in most if most[unit] > 0), key=lambda unit: -most[unit])
+
+
+def most_affected(classes: Sequence[str], drops: Sequence[float]) -> str:
+    """Return the classes whose accuracy a unit changes most, with the share that is lost; a gain is negative."""
+    changed = [(d, name) for d, name in zip(drops, classes, strict=False) if d and not math.isnan(d)]
+    most = sorted(changed, key=lambda pair: -abs(pair[0]))[:AFFECTED]
+    return ", ".join(f"{name} {LARGEST_DROP.form.format(d)}" for d, name in most)

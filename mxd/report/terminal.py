@@ -1,5 +1,6 @@
 """Results on a terminal: contexts of units, ranks and leads, what masking costs, continuations side by side."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,33 +8,45 @@ from rich.table import Table
 from rich.text import Text
 
 from mxd.metrics import (
+    ABLATION,
     ALONE,
     BEFORE_AND_AFTER,
     BY_CHANCE,
+    BY_MASK,
     CE_INCREASE,
+    CHANCE,
+    COSINE,
     DEAD_UNITS,
     DEAD_UNITS_SHARE,
     GARBAGE,
+    KEPT_OWN,
     KL,
     LEADER,
     MASKING,
-    NORMALIZED_RANK,
     ON_BASE,
     ON_SPLICED,
     OTHERS,
     OWN,
+    PEAK,
+    POLYSEMANTICITY,
     PURGED,
     PURGED_SHARE,
     PURGING,
-    RANKED,
+    RANDOM_NMSE,
+    RANKS,
     RATE,
+    SUBSET,
+    SUBSET_MODES,
+    TASKS_OWN,
     THRESHOLD,
     TOP1,
+    TOXIC,
     WHOLE,
     WHOLE_ORDERS,
     WON_BACK,
     Metric,
 )
+from mxd.report.tables import PLACES, most_affected, most_lost
 
 
 def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
@@ -46,6 +59,7 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
         f"{DEAD_UNITS.form.format(result['dead'])} ({DEAD_UNITS_SHARE.form.format(result['dead'] / count)}); "
         f"active at more than {result['shared_above']:.0%} of tokens: {shared}"
     )
+    yield Text(_seen_through(result["logits"]))
     for unit, page in result["units"].items():
         rate = f"{RATE.title} {RATE.form.format(page['rate']):>8}"
         line = Text(f"{unit:>7}  {rate}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
@@ -54,6 +68,28 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
             for position, token in enumerate(context["tokens"]):
                 line.append(_visible(token), style="bold reverse" if position == context["at"] else "")
         yield line
+        if page["promoted"]:
+            yield Text(f"         {_promotion(page)}")
+
+
+def _seen_through(logits: Mapping[str, Any]) -> str:
+    """Return how directions were taken to logits."""
+    if logits["norm"] is None:
+        return f"Promoted tokens: none, {logits['missing']}"
+    centred = "centred" if logits["centred"] else "not centred"
+    return (
+        f"Promoted tokens: through the weight of {logits['norm']}, {centred}, undivided; directions of "
+        f"{logits['sample']:,} tokens; {CHANCE.title} {CHANCE.form.format(logits['chance'])}"
+    )
+
+
+def _promotion(page: Mapping[str, Any], count: int = 5) -> str:
+    """Return what a unit promotes and suppresses as one line."""
+    ends = (
+        f"{how} {' '.join(_visible(one['token']) for one in page[how][:count])}" for how in ("promoted", "suppressed")
+    )
+    cosine = "-" if page["cosine"] is None else COSINE.form.format(page["cosine"])
+    return f"{'; '.join(ends)}; {PEAK.title} {PEAK.form.format(page['peak'])}, {COSINE.title} {cosine}"
 
 
 def whole_tables(results: Mapping[str, Any]) -> Iterator[Table]:
@@ -97,9 +133,9 @@ def block_table(name: str, result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _metrics_table(title: str, results: Mapping[str, Any], metrics: Sequence[Metric]) -> Table:
+def _metrics_table(title: str, results: Mapping[str, Any], metrics: Sequence[Metric], head: str = "set") -> Table:
     """Return sets in rows with metrics in columns, with their standard errors."""
-    table = Table("set", title=title, title_justify="left")
+    table = Table(head, title=title, title_justify="left")
     for metric in metrics:
         table.add_column(metric.title, justify="right")
     for name, result in results.items():
@@ -131,24 +167,40 @@ def _before_and_after(before: Mapping[str, Any], after: Mapping[str, Any], metri
 def structure_table(results: Mapping[str, Any]) -> Table:
     """Return ranks and the units that lead most often: a row for each layer."""
     table = Table(title="Structure: rank of the units' weights; units that lead", title_justify="left")
-    for title in ("layer", NORMALIZED_RANK.title, RANKED.title, "shape", LEADER.title):
+    for title in ("layer", *(metric.title for metric in RANKS), "shape", LEADER.title):
         table.add_column(title, justify="left" if title == "layer" else "right")
     for name, result in results["results"].items():
         leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
-        ranks = NORMALIZED_RANK.form.format(result["normalized_rank"]), RANKED.form.format(result["experts"])
+        ranks = (metric.shown(result) for metric in RANKS)
         table.add_row(name, *ranks, shape, f"{LEADER.form.format(leader['share'])} #{leader['unit']}")
     return table
 
 
 def leaders_table(name: str, result: Mapping[str, Any]) -> Table:
-    """Return the units that lead at each prompt, with activation and firing rate: prompts in rows."""
+    """Return the three units that lead at each prompt, with activation and firing rate: prompts in rows."""
     title = f"{name}: units that lead at the last token, activation there (firing rate)"
     table = Table("prompt", title=title, title_justify="left")
-    for title in ("first", "second", "third"):
+    for title in PLACES[:3]:
         table.add_column(title, no_wrap=True)
     for row in result["leading"]:
-        units = (f"#{unit['unit']} {unit['activation']:.3g} ({unit['rate']:.1%})" for unit in row["units"])
+        units = (f"#{unit['unit']} {unit['activation']:.3g} ({unit['rate']:.1%})" for unit in row["units"][:3])
         table.add_row(row["prompt"], *units)
+    return table
+
+
+def tokens_table(name: str, result: Mapping[str, Any], prompts: int = 2) -> Table:
+    """Return the strongest units of each token of the first prompts: tokens in rows.
+
+    Args:
+        name: of the layer.
+        result: what ``mxd structure`` found of it.
+        prompts: how many prompts are shown.
+    """
+    table = Table("token", *PLACES, title=f"{name}: strongest units, token by token", title_justify="left")
+    for row in result["leading"][:prompts]:
+        for token in row["tokens"]:
+            table.add_row(_visible(token["token"]), *(f"#{unit}" for unit in token["units"]))
+        table.add_section()
     return table
 
 
@@ -180,6 +232,117 @@ def purging_table(name: str, result: Mapping[str, Any]) -> Table:
         counts = [metric.form.format(result[metric.key][row]) for metric in (PURGED, PURGED_SHARE, BY_CHANCE)]
         table.add_row(THRESHOLD.form.format(threshold), *counts, *cells)
     return table
+
+
+def toxicity_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return what is written under each mask, and by the base model, the splice and with random units off."""
+    found = result["toxicity"]
+    of = f"{found['prompts']['toxic']:,} toxic and {found['prompts']['other']:,} other prompts"
+    title = f"{name}: {of}, {found['samples']} samples each, scored by {found['scorer']}"
+    table = Table("units off", PURGED.title, *(metric.title for metric in TOXIC), title=title, title_justify="left")
+    ways = [("base model", "", "base"), ("none", "", "unmasked")]
+    for row, threshold in enumerate(result["thresholds"]):
+        count = PURGED.form.format(result["units"][row])
+        said = THRESHOLD.form.format(threshold)
+        ways += [(f"correlation {said}", count, f"masked.{row}"), ("as many at random", count, f"control.{row}")]
+    for said, count, key in ways:
+        cells = []
+        for metric in TOXIC:
+            path, error = (part.replace("masked.*", key) for part in (metric.key, metric.error))
+            value = _at(result, path)
+            text = "-" if value is None else metric.form.format(value)
+            spread = _at(result, error) if error else None
+            known = spread is not None and math.isfinite(spread)
+            cells.append(f"{text} ± {metric.form.format(spread)}" if known else text)
+        table.add_row(said, count, *cells)
+    return table
+
+
+def under_mask_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what else was measured under each mask: what is left of the model, and accuracies and texts by domain."""
+    masks = result.get("domains") or [THRESHOLD.form.format(threshold) for threshold in result["thresholds"]]
+    shown = [metric for metric in BY_MASK if _by_mask(result, metric, 0) is not None]
+    if shown:
+        title = f"{name}: what is left under each mask"
+        table = Table("mask", *(metric.title for metric in shown), title=title, title_justify="left")
+        for row, mask in enumerate(masks):
+            table.add_row(mask, *(metric.form.format(_by_mask(result, metric, row)) for metric in shown))
+        yield table
+    for part, said, metric in (
+        ("tasks", "change of the accuracy on each domain (columns)", TASKS_OWN),
+        ("generation", "tokens written as without the mask, of each domain's texts (columns)", KEPT_OWN),
+    ):
+        if (found := result.get(part)) is not None:
+            yield _matrix_table(f"{name}: {said} when one (rows) is masked, and of random units", masks, found, metric)
+
+
+def _matrix_table(title: str, masks: Sequence[str], found: Mapping[str, Any], metric: Metric) -> Table:
+    table = Table("mask", *found["columns"], "own, random", title=title, title_justify="left")
+    for row, mask in enumerate(masks):
+        cells = [metric.form.format(value) for value in found["matrix"][row]]
+        own = found["columns"].index(mask) if mask in found["columns"] else None
+        table.add_row(mask, *cells, "" if own is None else metric.form.format(found["control"][row][own]))
+    return table
+
+
+def _by_mask(result: Mapping[str, Any], metric: Metric, mask: int) -> float | None:
+    """Return a number that each mask has; one without a place for the mask is the same for all."""
+    return _at(result, metric.key.replace("*", str(mask)))
+
+
+def _at(result: Mapping[str, Any], path: str) -> float | None:
+    """Return the number at the end of a path of names and places in lists; ``None`` where there is none."""
+    value: Any = result
+    for key in path.split("."):
+        if value is None:
+            return None
+        value = value[int(key)] if isinstance(value, list) else value.get(key)
+    return None if value is None else float(value)
+
+
+DROPPED = 8
+"""Units whose classes are shown."""
+
+
+def ablation_table(results: Mapping[str, Any]) -> Table:
+    """Return how polysemantic dropped units are, beside random coefficients: layers in rows."""
+    first = next(iter(results.values()))
+    said = "the class of a text, by a probe" if first["target"] == "probe" else "the next tokens of a class of text"
+    return _metrics_table(f"What is lost without a unit; accuracy: {said}", results, ABLATION, "layer")
+
+
+def dropped_table(name: str, result: Mapping[str, Any]) -> Table:
+    """Return the units that matter most for a class, and for which classes."""
+    title = f"{name}: units without which most is lost (in brackets: not beyond chance)"
+    table = Table("unit", title=title, title_justify="left")
+    for column in (RATE.title, "p", "classes, with the share of their accuracy that is lost"):
+        table.add_column(column, justify="left" if "classes" in column else "right")
+    drops = {unit: [math.nan if d is None else d for d in found["d"]] for unit, found in result["units"].items()}
+    for unit in most_lost(drops)[:DROPPED]:
+        dropped = result["units"][unit]
+        p = "-" if dropped["p"] is None else POLYSEMANTICITY.form.format(dropped["p"])
+        name = f"#{unit}" if dropped["beyond_chance"] else f"(#{unit})"
+        table.add_row(name, RATE.form.format(dropped["rate"]), p, most_affected(result["classes"], drops[unit]))
+    return table
+
+
+def subset_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what a layer does with a share of its active units, and how fast it decodes them."""
+    title = f"{name}: with a share of its active units, {result['texts']:,} texts; beside as many random active units"
+    metrics = SUBSET[: SUBSET.index(RANDOM_NMSE)]  # the file and the page have the rest
+    table = Table("chosen at", *(metric.title for metric in metrics), title=title, title_justify="left")
+    for mode, found in result["modes"].items():
+        for point in found["points"]:
+            table.add_row(SUBSET_MODES[mode], *(metric.with_error(point) for metric in metrics))
+        unchanged = (metric.with_error(found["full"]) for metric in metrics)
+        table.add_row(f"{SUBSET_MODES[mode]}: unchanged", *unchanged)
+    yield table
+    if result["decoding"]:
+        table = Table("k", "ms", title="Time to decode a batch", title_justify="left")
+        for row in result["decoding"]:
+            k = "as it is" if row["k"] is None else f"{row['k']:,}"
+            table.add_row(k, f"{row['ms']:.2f} ± {row['ms_sd']:.2f}")
+        yield table
 
 
 def _changes(values: Sequence[float], errors: Sequence[float]) -> list[str]:

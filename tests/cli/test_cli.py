@@ -71,6 +71,7 @@ def test_generate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -
     assert code == 1 and "mxd generate checkpoints/RUN" in err
 
 
+@pytest.mark.long
 def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def run(name: str, *words: str) -> tuple[int, str]:
         code, _, err = mxd(capsys, "train", str(config), "--run", name, *words)
@@ -141,6 +142,7 @@ def test_mistakes_end_in_one_clear_message(
     assert not Path("nowhere").exists()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("signals")
 def test_commands_to_copy_are_words_of_a_shell(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -264,6 +266,7 @@ def test_importing_mxd_is_quick_to_answer_typos() -> None:
     assert callable(package.spliced)
 
 
+@pytest.mark.long
 def test_public_functions_stay_functions_after_their_files_are_imported() -> None:
     script = "import mxd, mxd.splice; from mxd.training.trainer import train; from mxd.splice import splice\n"
     script += "assert mxd.train is train and mxd.splice is splice and callable(mxd.spliced)"

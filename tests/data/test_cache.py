@@ -204,6 +204,7 @@ def broken(stream, after):
     raise MxdError("the Hub is gone")
 
 
+@pytest.mark.long
 def test_an_interrupted_cache_goes_on_and_equals_one_written_at_once(tmp_path, live, whole, cache):
     folder = tmp_path / "cut"
     for stop, kept in ((1, 0), (2, 2), (6, 6), (7, 12)):  # batches read before a failure, batches in shards after it
@@ -1017,6 +1018,7 @@ def assert_same_run(a, b):
         assert torch.equal(tensor, others[name]), name
 
 
+@pytest.mark.long
 def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2, text, cached, monkeypatch):
     live_run = train(run(tmp_path / "live", text), model=gpt2)
     names_ = {path.name for path in live_run.glob("block*")}

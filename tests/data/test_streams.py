@@ -126,6 +126,7 @@ def chained(rows):
     return hashes
 
 
+@pytest.mark.long
 def test_contexts_go_on_from_a_bookmark_and_nothing_before_it_is_read(hub, tokenizer, monkeypatch):
     order, read = expected_order(), []
     rows = [row.tolist() for row in token_contexts(opened(), tokenizer, context=16)(0)]

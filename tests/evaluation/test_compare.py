@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import get_args
 
 import pytest
+from tables import write_table
 
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
@@ -25,10 +26,19 @@ SMALL = {
     "probing": {"sets": ["gender"], "limit": 60},
     "masking": {"limit": 4},
     "steering": {"first": 2, "samples": 2},
+    "ablation": {"limit": 4, "top": 2},
+    "subset": {"tokens": 128, "keep": [0.5], "draws": 2, "timings": 0},
 }
 
 
 def run(folder, questions, **changed):
+    rows = [{"text": f"The {'cat' if n % 2 else 'law'} {n} runs", "score": n % 2} for n in range(64)]
+    scored = str(write_table(folder / "scored.csv", rows))
+    (folder / "words.txt").write_text("the")
+    toxicity = {
+        **{"scores": scored, "prompts": scored, "scorer": {"kind": "words", "file": str(folder / "words.txt")}},
+        **{"limit": 2, "samples": 2, "tokens": 3, "greedy_tokens": 3},
+    }
     raw = {
         "run": "r",
         "out": str(folder),
@@ -41,7 +51,7 @@ def run(folder, questions, **changed):
             {"method": "topk_sae", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}},
         ],
         "training": {"recipe": "short", "tokens": 1024, "batch_tokens": 512, "buffer_tokens": 1024},
-        "evaluation": {"questions": questions, **SMALL, **changed},
+        "evaluation": {"questions": questions, **SMALL, "toxicity": toxicity, **changed},
     }
     return parse_config(raw)
 
@@ -114,6 +124,12 @@ def test_other_settings_renew_the_answers_that_depend_on_them(tmp_path):
     after = answers(folder)
     assert after["faithfulness"] == before["faithfulness"] and after["generation"] != before["generation"]
     assert json.loads(after["generation"])["asked"]["limit"] == 7
+
+
+def test_a_question_that_lacks_its_texts_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(MxdError, match="toxicity needs scores, prompts, scorer, of which scores, prompts, scorer is"):
+        compare(run(tmp_path, ["toxicity"], toxicity={}))
+    assert not (tmp_path / "r").exists()
 
 
 def test_another_training_needs_another_run(tmp_path):

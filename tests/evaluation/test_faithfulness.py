@@ -12,7 +12,8 @@ from variants import GENERAL
 
 from mxd.common.errors import MxdError
 from mxd.data.contexts import counted_positions, special_ids
-from mxd.evaluation.faithfulness import Prediction, answer, evaluate, recovered
+from mxd.evaluation.conventions import recovered
+from mxd.evaluation.faithfulness import Prediction, answer, evaluate
 from mxd.layers import LAYERS, size
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -138,6 +139,7 @@ def test_a_layer_that_is_not_additive_has_no_account(
         "normalized_mse",
         "fvu",
         "explained_variance",
+        "conventions",
         "l0",
     }
 
@@ -158,7 +160,7 @@ def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenMode
     for name, members in sets.items():
         alone = evaluate(model, {name: members}, contexts_of(rows), rows.size, [], forward_contexts=11)[name]
         for key, value in alone.items():
-            if key not in ("blocks", "around_special", "excluded", "by_context"):
+            if key not in ("blocks", "around_special", "excluded", "by_context", "conventions"):
                 assert together[name][key] == pytest.approx(value, rel=1e-3, abs=2e-5), (name, key)
         for key, values in alone["by_context"].items():
             assert together[name]["by_context"][key] == pytest.approx(values, rel=1e-3, abs=1e-4), (name, key)
@@ -180,11 +182,11 @@ def test_a_share_of_noise_is_not_given() -> None:
     for gap in (0.5, -0.4, 0.3, -0.35):
         splice.increase.see(torch.full((1, 4), 0.1), counted)
         zero.increase.see(torch.full((1, 4), gap), counted)
-    assert zero.increase.value > 0 and recovered(splice, zero) is None
+    assert zero.increase.value > 0 and recovered(splice.increase, zero.increase) is None
     for _ in range(50):
         zero.increase.see(torch.full((1, 4), 0.4), counted)
-    assert recovered(splice, zero) == pytest.approx(1 - 0.1 / zero.increase.value)
-    assert recovered(splice, Prediction()) is None
+    assert recovered(splice.increase, zero.increase) == pytest.approx(1 - 0.1 / zero.increase.value)
+    assert recovered(splice.increase, Prediction().increase) is None
 
 
 def test_what_special_tokens_are_is_the_tokenizers_word(model: FrozenModel, rows: np.ndarray) -> None:

@@ -3,66 +3,19 @@ command line scripts/interop/lm_eval.py compares with."""
 
 import json
 import sys
-from types import ModuleType
 
 import pytest
 import torch
+from stand_in import IDS
 
 from mxd import cli
 from mxd.artifacts.checkpoint import save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
-from mxd.evaluation import harness
 from mxd.evaluation.harness import find_tasks, score
 from mxd.layers import parse_layer
 from mxd.report.tables import tasks_table
 from mxd.splice import spliced
-
-IDS = torch.tensor([[0, 5, 9, 300, 17]])
-
-
-class StandIn:
-    """Knows two tasks, whose one metric is a logit of the model as it then is; notes how it was called."""
-
-    def __init__(self):
-        self.calls, self.included, self.error = [], [], None
-
-    def manager(self, include_path=None):
-        self.included.append(include_path)
-        stand_in = ModuleType("manager")
-        stand_in.match_tasks = lambda names: [
-            task for task in ("arc_easy", "arc_hard") if any(n in ("arc_*", task) for n in names)
-        ]
-        return stand_in
-
-    def model(self, pretrained, tokenizer, batch_size):
-        tokenizer.pad_token = "changed"
-        return pretrained
-
-    def simple_evaluate(self, model, tasks, limit, task_manager, log_samples):
-        if self.error:
-            raise self.error
-        self.calls.append((tasks, limit))
-        with torch.no_grad():
-            logit = float(model(input_ids=IDS).logits[0, -1, 7])
-        return {"results": {t: {"alias": t, "acc,none": logit, "acc_stderr,none": 0.5} for t in tasks}}
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    made = StandIn()
-    parts = {
-        "lm_eval": {"simple_evaluate": made.simple_evaluate},
-        "lm_eval.tasks": {"TaskManager": made.manager},
-        "lm_eval.models": {},
-        "lm_eval.models.huggingface": {"HFLM": made.model},
-    }
-    for name, members in parts.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(harness, "version", lambda name: "0.9")
-    return made
 
 
 def layer_for(model, number):

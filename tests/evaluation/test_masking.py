@@ -12,9 +12,9 @@ from variants import GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
-from mxd.evaluation import ablation
-from mxd.evaluation.ablation import halves
+from mxd.evaluation import masks
 from mxd.evaluation.masking import belonging, evaluate_masking
+from mxd.evaluation.masks import halves
 from mxd.evaluation.purging import evaluate_purging
 from mxd.layers import Code
 from mxd.questions import MaskingConfig, PurgingConfig, checked
@@ -392,13 +392,13 @@ def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
 
 def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
     seen = []
-    measure = ablation.measure
+    measure = masks.measure
 
     def spy(model, sets, masks, control, *rest):
         seen.append([*masks["a"], *control["a"]])
         return measure(model, sets, masks, control, *rest)
 
-    monkeypatch.setattr(ablation, "measure", spy)
+    monkeypatch.setattr(masks, "measure", spy)
     layer = layer_for(gpt2, 1)
     sets = {"a": {1: trained_on(gpt2, 1, layer)}}
     for seed in (0, 0, 1):
@@ -462,6 +462,7 @@ def test_mistakes_are_named(gpt2, trained_gpt2):
 # The command
 
 
+@pytest.mark.long
 def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 16}
     for number in (1, 2):

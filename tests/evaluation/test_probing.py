@@ -96,6 +96,7 @@ def protocol(features, labels, label, seed=42, candidates=100):
     return scores, choice
 
 
+@pytest.mark.long
 def test_probes_are_those_of_scikit_learn_run_by_hand_on_pre_activations(trained_gpt2):
     model, given = trained_gpt2, texts(share=0.25)
     members = {

@@ -15,10 +15,12 @@ from mxd.artifacts.checkpoint import Trained, save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.evaluation.judging import Endpoint, LocalJudge, NoAnswer, judge_prompt, judged, read_answer
-from mxd.evaluation.steering import choose, evaluate_steering, summary
+from mxd.evaluation.steering import Steered, choose, evaluate_steering, summary
+from mxd.layers.linear import LowRankConfig
 from mxd.layers.mxd import MxDConfig
+from mxd.layers.peer import PEERConfig
 from mxd.layers.sae import TopKSAEConfig
-from mxd.layers.sparsity import RandomKConfig, TopKConfig
+from mxd.layers.sparsity import PairTopKConfig, RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.loading import load_frozen
 from mxd.questions import SteeringConfig, checked
@@ -27,9 +29,9 @@ LAYER = 1
 KEY = "sk-a-secret"
 
 
-def trained_layer(model, kind=TranscoderConfig, masked=(0,), sparsity=None):
+def trained_layer(model, kind=TranscoderConfig, masked=(0,), sparsity=None, units=24):
     shape = model.mlp_shape(LAYER)
-    config = kind(num_units=24, sparsity=sparsity or TopKConfig(k=4)).resolve(shape)
+    config = kind(num_units=units, sparsity=sparsity or TopKConfig(k=4)).resolve(shape)
     layer = config.build(0)
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -62,9 +64,17 @@ def oracle(model, trained, unit, how):
     layer = trained.layer
     ids = [0, *model.tokenizer(how.prompt)["input_ids"]]
     start, found = len(ids), []
+    if how.at == "input":
+        row = torch.stack(
+            [layer.gates.rows(torch.tensor([unit]), head)[0][0] for head in range(layer.gates.heads)]
+        ).sum(0)
+        size = model.record(torch.tensor([ids]), [LAYER])[LAYER][0].norm(dim=-1).mean()
 
     def replace(module, args, output):
         read = args[0] if layer.config.reads == "mlp_in" else output
+        if how.at == "input":
+            pushed = read + how.scale * size * row / row.norm()
+            return layer(pushed) if how.on == "replacement" else module.forward(pushed)
         out = layer(read) if how.on == "replacement" else output
         return out + how.scale * layer.unit_output(unit, read)
 
@@ -89,6 +99,47 @@ def test_samples_are_those_of_a_plain_hook_one_at_a_time(trained_gpt2, kind, on)
     for unit in (5, 0, 23):
         assert found["units"][str(unit)] == {"scale": 7.0, "samples": oracle(trained_gpt2, trained, unit, how)}
     assert found["unsteered"] == oracle(trained_gpt2, trained, 5, how.model_copy(update={"scale": 0.0}))
+
+
+@pytest.mark.parametrize("on", ["replacement", "base"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"kind": MxDConfig}, {"kind": PEERConfig, "sparsity": PairTopKConfig(heads=2, k=3), "units": 25}]
+)
+def test_steering_at_the_input_is_a_push_along_the_gate_row(trained_gpt2, fields, on):
+    """Twice as long as the prompt's inputs: units say something else, and each the same in any company."""
+    trained = trained_layer(trained_gpt2, **fields)
+    how = SteeringConfig(scale=2.0, samples=2, tokens=5, top_p=0.9, at="input", on=on)
+    found = evaluate_steering(trained_gpt2, {"a": trained}, [5, 0], how)["a"]
+    for unit in (5, 0):
+        assert found["units"][str(unit)] == {"scale": 2.0, "samples": oracle(trained_gpt2, trained, unit, how)}
+    assert found["at"] == "input" and found["units"]["5"]["samples"] != found["unsteered"]
+    at_output = evaluate_steering(trained_gpt2, {"a": trained}, [5], how.model_copy(update={"at": "output"}))["a"]
+    assert at_output["unsteered"] == found["unsteered"] and at_output["units"]["5"] != found["units"]["5"]
+
+
+def test_a_stored_bos_is_not_pushed(trained_gpt2):
+    """Pushed, its input would no longer be known."""
+    trained = trained_layer(trained_gpt2)
+    x, _ = trained_gpt2.record(torch.tensor([[0, 5, 9]]), [LAYER])[LAYER]
+    rows = torch.full((1, x.shape[-1]), 0.5)
+    steered = Steered(trained.layer, trained_gpt2.mlp(LAYER), "replacement", [3], 2.0, rows)
+    torch.testing.assert_close(steered(x), trained.layer(x + 1))
+    constant = TranscoderConfig(num_units=24, sparsity=TopKConfig(k=4), bos_constant=True)
+    layer = constant.resolve(trained_gpt2.mlp_shape(LAYER)).build(0)
+    layer.store_bos(x[0, 0], torch.full_like(x[0, 0], 7.0))
+    out = Steered(layer, trained_gpt2.mlp(LAYER), "replacement", [3], 2.0, rows)(x)
+    assert out[0, 0].unique().tolist() == [7.0]
+    torch.testing.assert_close(out[:, 1:], layer(x[:, 1:] + 1))
+
+
+def test_at_the_input_only_layers_with_gate_rows_there(gpt2):
+    how = SteeringConfig(at="input")
+    with pytest.raises(MxdError, match=r"a is an autoencoder: it reads the MLP's output .* --at output"):
+        evaluate_steering(gpt2, {"a": trained_layer(gpt2, TopKSAEConfig)}, [0], how)
+    low_rank = LowRankConfig(rank=4, num_units=1).resolve(gpt2.mlp_shape(LAYER)).build(0)
+    layer = trained_layer(gpt2)
+    with pytest.raises(MxdError, match="units of a are always on"):
+        evaluate_steering(gpt2, {"a": Trained(low_rank, layer.provenance, Path())}, [0], how)
 
 
 def test_random_models_of_every_family_too(family):
@@ -352,6 +403,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         ({"top_p": 0.0}, "top_p is 0.0; input should be greater than 0"),
         ({"top_p": 1.1}, "top_p is 1.1; input should be less than or equal to 1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"at": "gate"}, "at is 'gate'; input should be 'output' or 'input'"),
         ({"on": "both"}, "on is 'both'; input should be 'replacement' or 'base'"),
         ({"prompts": 1}, "prompts is 1; extra inputs are not permitted"),
     ):
@@ -419,6 +471,7 @@ def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint,
     assert not (checkpoint / "steering.json").exists()
 
 
+@pytest.mark.long
 def test_mxd_probe_writes_what_units_and_neurons_know(checkpoint, tmp_path, capsys):
     rows = [{"t": f"the number {i} of the wheat harvest", "c": "grain"} for i in range(12)]
     rows += [{"t": f"the vote {i} of the senate and the house", "c": "law"} for i in range(12)]

@@ -53,6 +53,24 @@ def test_ranks_agree_with_numpy(gpt2, method, numbers, monkeypatch):
     assert normalized_rank(layer) == pytest.approx(np.mean(ranks)), "the bias belongs to no unit"
 
 
+def test_spread_and_deficient_experts_agree_with_numpy(gpt2, rows):
+    """Two experts without rank, one of rank 12 of 32, one with its energy in one direction, all others full."""
+    layer = layer_for(gpt2, 1)
+    layer.expert_scale.data[:2] = 0
+    layer.expert_scale.data[2, 12:] = 0
+    layer.expert_scale.data[3, 0] = 100
+    how = whole(rows, experts=9, prompts=["The people"])
+    (got,) = evaluate_structure(gpt2, {"a": trained_on(gpt2, 1, layer)}, contexts_of(rows), how).values()
+    weights = [layer.unit_weight(n).detach().numpy() for n in range(9)]
+    ranks = np.array([np.linalg.matrix_rank(weight) / 32 for weight in weights])
+    norms = np.array([[np.linalg.norm(weight), np.linalg.norm(weight, 2)] for weight in weights])
+    stable = np.divide(*norms.T, out=np.zeros(9), where=norms[:, 1] > 0) ** 2
+    assert ranks.tolist() == [0, 0, 12 / 32, *[1] * 6] and stable[3] < 1.1 < 3 < stable[4:].min()
+    found = [got[f"{name}{end}"] for name in ("normalized_rank", "stable_rank") for end in ("", "_sd")]
+    assert found == pytest.approx([ranks.mean(), ranks.std(), stable.mean(), stable.std()], rel=1e-4)
+    assert got["deficient"] == 3 and got["experts"] == 9
+
+
 def test_experts_of_mxd_have_the_rank_of_the_decoder(gpt2):
     """Lemma 1: full rank where no activation is zero; each zero costs one."""
     layer = layer_for(gpt2, 1)
@@ -103,18 +121,16 @@ def test_leading_units_and_rates_agree_with_numpy(gpt2, rows, method):
         leads = np.bincount(code.argmax(-1)[code.max(-1) > 0], minlength=UNITS)
         assert got["block"] == number and got["tokens"] == len(code) and got["experts"] == 10
         assert got["shape"] == list(layer.unit_weight(0).shape)
-        for name, values in zip(("normalized_rank", "stable_rank"), weight_ranks(layer, range(10)), strict=True):
-            assert got[name] == pytest.approx(values.mean()) and got[f"{name}_sd"] == pytest.approx(
-                values.numpy().std()
-            )
-        assert got["deficient"] == int((weight_ranks(layer, range(10))[0] < 1).sum())
         assert leads[got["leader"]["unit"]] == leads.max()
         assert got["leader"]["share"] == pytest.approx(leads.max() / len(code))
         assert [one["prompt"] for one in got["leading"]] == prompts
         for row in got["leading"]:
             ids = np.array([[0, *gpt2.tokenizer(row["prompt"])["input_ids"]]])
-            last = dense_code(gpt2, number, layer, ids)[0, -1]
-            assert [one["unit"] for one in row["units"]] == np.argsort(-last)[:3].tolist()
+            dense = dense_code(gpt2, number, layer, ids)[0, 1:]
+            last, strongest = dense[-1], np.argsort(-dense)[:, :4].tolist()
+            assert [one["unit"] for one in row["units"]] == strongest[-1]
+            assert [token["units"] for token in row["tokens"]] == strongest
+            assert "".join(token["token"] for token in row["tokens"]) == row["prompt"]
             for one in row["units"]:
                 assert one["activation"] == pytest.approx(last[one["unit"]], rel=1e-4)
                 assert one["rate"] == pytest.approx((code[:, one["unit"]] > 0).mean())
@@ -136,6 +152,18 @@ def test_fewer_units_are_named_where_fewer_are_active(gpt2):
     layer.gate_bias.data[4], layer.gate_bias.data[9] = 1e3, 2e3
     ((row,),) = leading_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, ["The army"]).values()
     assert [one["unit"] for one in row["units"]] == [9, 4]
+    assert {tuple(token["units"]) for token in row["tokens"]} == {(9, 4)} and len(row["tokens"]) > 1
+
+
+def test_tokens_that_do_not_count_have_no_leading_unit(gpt2):
+    """Nor do they move those of the others."""
+    one = trained_on(gpt2, 1, layer_for(gpt2, 1))
+    ((row,),) = leading_units(gpt2, {"a": one}, ["The army of the States"]).values()
+    (of,) = gpt2.tokenizer(" of")["input_ids"]
+    excluded = trained_on(gpt2, 1, one.layer, excluded_ids=[0, of])
+    ((other,),) = leading_units(gpt2, {"a": excluded}, ["The army of the States"]).values()
+    expected = [token | {"units": []} if token["token"] == " of" else token for token in row["tokens"]]
+    assert other["tokens"] == expected and expected != row["tokens"]
 
 
 def test_a_layer_that_is_never_active_leads_nowhere(gpt2, rows):
@@ -180,5 +208,8 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert "1.0000" in out
     for row in result["leading"]:
         (line,) = [line for line in out.splitlines() if f" {row['prompt']} " in line]
-        for one in row["units"]:
+        for one in row["units"][:3]:
             assert f"#{one['unit']} {one['activation']:.3g} ({one['rate']:.1%})" in line
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    for token in (token for row in result["leading"] for token in row["tokens"]):
+        assert [token["token"].strip(), *(f"#{unit}" for unit in token["units"])] in lines

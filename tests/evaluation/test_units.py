@@ -72,6 +72,27 @@ def test_shared_and_dead_units_are_named(gpt2, rows):
     assert list(shown) == ["5", "3"] and shown["5"]["intervals"] == [] and len(shown["3"]["intervals"]) >= 1
 
 
+@pytest.mark.parametrize(
+    "sparsity",
+    [{"kind": "entmax", "norm": "none"}, {"kind": "softmax", "norm": "none"}, {"kind": "topk_softmax", "k": 3}],
+    ids=lambda sparsity: sparsity["kind"],
+)
+def test_the_load_is_the_share_of_tokens_with_half_of_the_coefficients(gpt2, rows, sparsity):
+    layer = layer_for(gpt2, 1, sparsity=sparsity)
+    with torch.no_grad():
+        layer.gate *= 20  # so that single units stand out
+    got = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer)}, contexts_of(rows), whole(rows))["a"]
+    x, _ = gpt2.record(torch.from_numpy(rows), [1])[1]
+    code = layer.encode(x[torch.from_numpy(rows != 0)])
+    dense = np.zeros((len(code.activations), UNITS))
+    np.put_along_axis(dense, code.indices.numpy(), code.activations.detach().numpy(), 1)
+    np.testing.assert_allclose(dense.sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(got["loads"], (dense >= 0.5).mean(0))
+    assert 0 < got["loaded"] == (dense >= 0.5).any(0).sum()
+    plain = evaluate_units(gpt2, {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}, contexts_of(rows), whole(rows))["a"]
+    assert "loads" not in plain and "loaded" not in plain
+
+
 @pytest.mark.parametrize("method", GENERAL)
 def test_every_context_shown_is_in_the_text_and_no_band_lacks_one(gpt2, rows, method):
     layer = layer_for(gpt2, 1, method)

@@ -328,6 +328,7 @@ def test_the_command_measures_every_set_and_shows_it(checkpoints, capsys):
     assert "from the bottom" in out and "random order" in out
 
 
+@pytest.mark.long
 def test_an_answer_depends_on_the_seed_and_on_nothing_else(trained_gpt2, layers):
     one = {f"r/{n}": trained_on(trained_gpt2, n, layer_for(trained_gpt2, n)) for n in (2, 3)}
     subject = Subject(one, trained_gpt2, DataConfig(split="validation", context=16))

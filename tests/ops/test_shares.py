@@ -84,6 +84,7 @@ def test_a_mixture_is_the_reference_and_the_same_each_time(threads):
         assert torch.equal(got, again)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_starts_threads_of_its_own():
     code = """

@@ -263,6 +263,7 @@ def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:
     assert slower.exchange > 1 and slower.step > times.step
 
 
+@pytest.mark.long
 def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "plan.json"
     config = tmp_path / "run.yaml"
@@ -315,6 +316,7 @@ def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_p
         assert text_bytes(config) == TEXT_BYTES * total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", ["same", "base"])
 def test_blocks_one_after_the_other_need_the_memory_of_the_last_and_the_work_of_all(
     tmp_path: Path, targets: str
@@ -345,6 +347,7 @@ def test_blocks_one_after_the_other_need_the_memory_of_the_last_and_the_work_of_
         plan_run(config, world=2, groups=2)
 
 
+@pytest.mark.long
 def test_where_all_blocks_do_not_fit_the_plan_says_which_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"accumulation": 1}
     config = small(tmp_path, blocks="all", training=one)

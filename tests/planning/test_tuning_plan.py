@@ -59,6 +59,7 @@ def base() -> FrozenModel:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", [{}, {"loss": "ce", "nmse": 1.0, "checkpointing": True, "accumulation": 2}], ids=lambda how: str(len(how))
 )
@@ -77,6 +78,7 @@ def test_passes_cost_on_the_meta_device_what_they_cost_on_the_cpu(
         assert there.moved == pytest.approx(here.moved, rel=0.02)
 
 
+@pytest.mark.long
 def test_what_an_option_costs(shape: FrozenModel) -> None:
     """Products in closed form: those of the logits, and of what is run again or beside."""
     own, (contexts, seq) = [at(1, 4, shape=shape, method="mxd")], SIZE
@@ -115,6 +117,7 @@ def test_a_model_that_changes_its_logits_is_planned_with_all_of_them_at_once() -
     assert heads == [False, True]
 
 
+@pytest.mark.long
 def test_what_is_metered_is_what_tuning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The function, the contexts, the comparison and the loss."""
     from mxd.joint import joint_backward
@@ -178,6 +181,7 @@ def test_memory_and_work_are_the_sums_of_their_parts(tmp_path: Path) -> None:
     assert two.gradients == pytest.approx(4 * plan.params / 1e7) and two.optimizer == pytest.approx(alone.optimizer)
 
 
+@pytest.mark.long
 def test_layers_that_are_there_are_planned_as_they_are(tmp_path: Path) -> None:
     """Those of a tuning's own config, too, though their blocks and kinds are no product."""
     config = to_tune(tmp_path)
@@ -189,6 +193,7 @@ def test_layers_that_are_there_are_planned_as_they_are(tmp_path: Path) -> None:
     assert set(plan_tuning(config).replacements) == {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_what_cannot_fit_is_refused_with_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = to_tune(tmp_path)
     plan = plan_tuning(config)
@@ -205,6 +210,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change(tmp_path: Path, monkeypa
     assert not (tmp_path / "t" / "config.yaml").exists()  # and it can begin anew there
 
 
+@pytest.mark.long
 def test_the_command_shows_training_and_tuning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config, file = tmp_path / "run.yaml", tmp_path / "plan.json"
     fields = small(tmp_path).model_dump(mode="json")

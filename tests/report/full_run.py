@@ -72,6 +72,9 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "steering": steered,
         "masking": masked,
         "purging": purged,
+        "toxicity": toxic,
+        "ablation": dropped,
+        "subset": limited,
     }
     for kind, make in makers.items():
         made = {f"mxd-k{k}": f"block1-mxd-k{k}" for k in ks} if kind in ("whole", "tuned") else names
@@ -100,6 +103,10 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "interaction_share": 0.15,
         "skip_share": 0.0,
         "stable_rank": 2.5,
+        "conventions": {
+            "saelens": {"tokens": 900, "explained_variance": 0.9},
+            "sparsify": {"tokens": 1000, "fvu": 0.2},
+        },
     }
     method = {"mxd": "MxD", "tc": "TC", "cp": "CP-muMoE", "linear": "Linear"}[name.split("-")[1]]
     what = {"method": method, "sparsity": f"k{k}", "k": k, "block": 1, "units": UNITS, "params": 9, "tokens_trained": 1}
@@ -120,6 +127,7 @@ def evaluated(rng: Any, name: str, n: int) -> dict[str, Any]:
         "active_params": 100.0 * (n + 1),
         "flops": 3000.0 * (n + 1),
         "top1_agreement": 0.95,
+        "conventions": {"saelens": {"targets": 900, "ce_loss_score": 0.75, "kl_div_score": None}},
         "blocks": {"1": site},
         "replacements": [what],
     }
@@ -183,8 +191,14 @@ def tuned_whole(rng: Any, name: str, n: int) -> dict[str, Any]:
 
 def structured(rng: Any, name: str, n: int) -> dict[str, Any]:
     units = [{"unit": u, "activation": 1.5 - u, "rate": 0.125 * (u + 1)} for u in range(2)]
-    leading = [{"prompt": f"p{i} {EVIL}", "units": units[i % 2 :]} for i in range(3)]
-    return {"normalized_rank": [0.99, 0.125, 0.5][n % 3], "experts": UNITS, "leading": leading}
+    tokens = [
+        {"token": f"the {EVIL}", "units": [7, 3, 2, 5]},
+        {"token": "", "units": [7, 2]},
+        {"token": "\n", "units": []},
+    ]
+    leading = [{"prompt": f"p{i} {EVIL}", "units": units[i % 2 :], "tokens": tokens[i:]} for i in range(3)]
+    ranks = {"normalized_rank": [0.99, 0.125, 0.5][n % 3], "normalized_rank_sd": 0.03125, "deficient": n % 3}
+    return {**ranks, "stable_rank": 2.5, "stable_rank_sd": 0.5, "experts": UNITS, "leading": leading}
 
 
 def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
@@ -202,7 +216,11 @@ def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
                 "value": interval + 1.0,
             }
             intervals.append({"low": float(interval), "high": interval + 1.0, "contexts": [context]})
-        units[str(unit)] = {"rate": rates[unit], "mean": 1.0, "max": 6.0 + unit, "intervals": intervals}
+        adds = {"cosine": 0.625, "peak": 4.0 + unit / 100, "activations": {"high": 6.0 + unit, "active": 9}}
+        adds["activations"]["counts"] = [5, 3, 0, 1]
+        adds["promoted"] = [{"token": f" up{unit}", "logit": 0.5}, {"token": f" {EVIL}", "logit": 0.25}]
+        adds["suppressed"] = [{"token": f" down{unit}", "logit": -0.5}]
+        units[str(unit)] = {"rate": rates[unit], "mean": 1.0, "max": 6.0 + unit, "intervals": intervals} | adds
     return {
         "block": 1,
         "tokens": 100_000,
@@ -210,6 +228,14 @@ def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
         "histogram": {"log10_edges": [-4, -3, -2, -1, 0], "counts": [1, 20, 60, 38]},
         "dead": 1,
         "shared": [{"unit": 3, "rate": 0.99}],
+        "logits": {
+            "norm": "LayerNorm",
+            "centred": True,
+            "chance": 3.5,
+            "sample": 65_536,
+            "fixed": False,
+            "missing": None,
+        },
         "units": units,
     }
 
@@ -233,7 +259,30 @@ def steered(rng: Any, name: str, n: int) -> dict[str, Any]:
 def masked(rng: Any, name: str, n: int) -> dict[str, Any]:
     matrix = [[0.5, -0.01], [float("nan"), 0.25]]
     means = {"target": 0.375, "others": -0.01, "control_target": 0.125, "control_others": 0.0625}
-    return {"domains": DOMAINS, "units": {"sport": 3, "law": 0}, "matrix": matrix} | means
+    found = {"domains": DOMAINS, "units": {"sport": 3, "law": 0}, "matrix": matrix, "control": [[0.125, 0.0625]] * 2}
+    matrices = {"columns": DOMAINS, "matrix": [[-0.25, 0.0], [0.125, -0.5]], "control": [[-0.125, 0.0]] * 2}
+    tasks = {"documents": [40, 80], "metric": f"acc {EVIL}", "mean": [0.5, 0.625], "control_mean": [0.75, 0.75]}
+    repeated = {"repeated": 0.25, "repeated_masked": [0.375, 0.25]}
+    example = {"new_tokens": 3, "examples": [generated(rng, name, n)["examples"], []]}
+    more = {"tasks": {**matrices, **means, **tasks}, "generation": {**matrices, **means, **repeated, **example}}
+    return found | means | (more if name.startswith("mxd") else {}) | {"faithfulness": held_out()}
+
+
+def toxic(rng: Any, name: str, n: int) -> dict[str, Any]:
+    kind = {"expected_max": 0.75, "expected_max_se": 0.0625, "probability": 0.5, "probability_se": 0.25}
+    kind |= {"greedy": None, "greedy_se": None, "incomplete": 1}
+    way = {"asked": 40, "failures": 3, "toxic": kind, "other": kind | {"expected_max": 0.125 * (n % 4)}}
+    ways = {"base": way, "unmasked": way, "masked": [way, way], "control": [way, way]}
+    prompts = {"toxic": 3, "other": 4}
+    examples = [generated(rng, name, n)["examples"], []]
+    found = {"scorer": f"words {EVIL}", "prompts": prompts, "samples": 5, "examples": examples} | ways
+    return purged(rng, name, n) | {"toxicity": found, "faithfulness": held_out()}
+
+
+def held_out() -> dict[str, Any]:
+    """What two masks add to the loss on held-out text."""
+    added = [{"added": 0.125, "added_se": 0.0625}, {"added": 0.25, "added_se": float("inf")}]
+    return {"masked": added, "control": added[::-1]}
 
 
 def purged(rng: Any, name: str, n: int) -> dict[str, Any]:
@@ -241,6 +290,47 @@ def purged(rng: Any, name: str, n: int) -> dict[str, Any]:
     errors = [[0.01, 0.02], [0.03, float("inf")]]
     leading = [{"block": 1, "unit": unit, "correlation": 0.5 - 0.125 * unit} for unit in range(3 - n % 2)]
     leading = [{**one, "correlation_texts": 0.75, "beyond_chance": one["unit"] < 2} for one in leading]
+    leading[0] |= {"points": [[0.5, 1.25], [0.25, 0.0]], "tokens": 80, "active": 10}
     found = {"mean_score": 0.25, "thresholds": [0.2, 0.1], "units": [3, 9], "share": [0.025, 0.075], "leading": leading}
     found |= {"removed": [4, 12]}
     return found | {"changes": changes, "changes_se": errors, "control": control, "control_se": errors}
+
+
+def dropped(rng: Any, name: str, n: int) -> dict[str, Any]:
+    """Unit 3 serves one class, unit 4 both, and unit 5 nothing."""
+    control = {"d": [0.0625, 0.0], "p": 0.9375}
+    units = {"3": ([1.0, 0.0], 0.0, True), "4": ([0.5, 0.5], 0.707107, False), "5": ([0.0, None], None, False)}
+    found = {"polysemanticity": 0.353553, "polysemanticity_se": 0.25, "affecting": 2, "largest_drop": 0.5}
+    return {
+        "block": 1,
+        "target": "probe",
+        "num_units": UNITS,
+        "classes": ["sport", f"law {EVIL}"],
+        "texts": [8, 8],
+        "accuracy": [0.75, 0.5],
+        "mean_accuracy": 0.625,
+        "ablated": 3,
+        **found,
+        "beyond_chance": found | {"polysemanticity": 0.0, "polysemanticity_se": None, "units": 1},
+        "control": found | {"polysemanticity": 0.9375, "largest_drop": 0.0625},
+        "histogram": {"edges": [0.0, 1.0, 2.0], "units": [2, 0], "beyond_chance": [1, 0], "control": [3, 0]},
+        "units": {
+            unit: {"rate": 0.25, "coefficients": 9, "beyond_chance": beyond, "d": d, "p": p, "control": control}
+            for unit, (d, p, beyond) in units.items()
+        },
+        "shared_left_out": 0,
+    }
+
+
+def limited(rng: Any, name: str, n: int) -> dict[str, Any]:
+    """Of two shares in two modes; in one of them the draws do not differ."""
+    outcome = {"ce_increase": 0.25, "ce_increase_se": 0.125, "normalized_mse": 0.5, "normalized_mse_se": float("inf")}
+    outcome |= {"mass": 0.75, "l0": 4.5}
+    random = {"ce_increase": 0.75 + n, "ce_increase_sd": 0.0625, "normalized_mse": 0.8, "normalized_mse_sd": 0.1}
+    random |= {"mass": 0.5, "mass_sd": 0.01, "l0": 3.5, "l0_sd": 0.1, "draws": [0.6875 + n, 0.8125 + n]}
+    half = {"share": 0.5, "units": 12.5, "active": 25.0} | outcome | {"random": random, "z": 8.0}
+    points = [{"share": 1.0, "units": 25.0, "active": 25.0} | outcome, half]
+    modes = {"token": {"full": outcome, "points": points}}
+    modes |= {"global": {"full": outcome, "points": [points[0], half | {"z": None}]}}
+    times = [{"share": share, "k": k, "ms": 1.25, "ms_sd": 0.25} for share, k in ((None, None), (0.5, 4))]
+    return {"texts": 64, "tokens": 8000, "ce_base": 3.5, "block": 1, "modes": modes, "decoding": times}

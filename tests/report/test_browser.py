@@ -5,7 +5,10 @@ from chromium import browser, find_browser
 from full_run import EVIL
 
 CHROMIUM = find_browser()
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium that runs on this machine (make browser)")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium that runs on this machine (make browser)"),
+    pytest.mark.long,
+]
 
 ROWS = "[...document.querySelectorAll('.units > li')].map((row) => row.querySelector('.number').textContent)"
 
@@ -134,3 +137,58 @@ CONTRAST = """(() => {
   return poor;
 })()"""
 """Everything that is written with a contrast below 4.5 to 1 (WCAG 2, AA)."""
+
+
+def test_a_unit_shows_what_it_adds_and_numbers_on_tokens(page):
+    page.screen(1200, 900)
+    choose(page, "set", "0")
+    choose(page, "query", "#42")
+    page.run("document.querySelector('.units details').open = true")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    shown = page.run("[...document.querySelectorAll('.adds .tokens')].map((each) => each.textContent)")
+    assert shown[0].startswith("promotes  up42") and EVIL in shown[0] and shown[1].startswith("suppresses  down42")
+    assert page.run("document.querySelector('.adds .up .token').title") == "logit +0.5 for each unit of activation"
+    said = page.run("[...document.querySelectorAll('.adds p.soft')].map((each) => each.textContent)")
+    assert said == ["peak 4.42 (by chance 3.5); mean cosine of its directions 0.625"]
+    heights = page.run("[...document.querySelectorAll('.histogram rect')].map((each) => +each.getAttribute('height'))")
+    assert heights == sorted(heights[:3], reverse=True) + heights[3:] and heights[0] == 36 and heights[2] == 0
+    tokens = "[...document.querySelectorAll('.intervals .context')[0].children]"
+    assert page.run(f"{tokens}.map((each) => each.title)") == ["", "activation 0.5", "activation 6", "", ""]
+    below = f"getComputedStyle({tokens}[2], '::after').content"
+    assert page.run(below) == "none"
+    page.run("document.querySelector('[name=numbers]').click()")
+    assert page.run(below) == '"6"'
+    for width in (400, 1280):
+        page.screen(width, 900)
+        assert page.run("document.documentElement.scrollWidth") <= width
+    page.run("document.querySelector('[name=numbers]').click()")
+    choose(page, "query", "up42")
+    assert units(page) == [42]
+    choose(page, "query", "")
+
+
+def test_a_link_leads_to_one_unit_of_one_replacement(page, run):
+    choose(page, "set", "2")
+    choose(page, "query", "#42")
+    page.run("document.querySelector('.units details').open = true")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    href = page.run("document.querySelector('.intervals a').getAttribute('href')")
+    chosen = page.run("document.querySelector('[name=set]').value")
+    assert href.startswith("#unit=") and href.endswith("/42")
+    choose(page, "set", "0")
+    choose(page, "query", "")
+    page.run(f"location.hash = {href!r}")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    assert units(page)[0] == 42 and page.run("document.querySelector('[name=set]').value") == chosen
+    assert page.run("document.querySelector('.units details').open")
+    assert page.run("document.getElementById(location.hash.slice(1)) === document.querySelector('.units li')")
+    page.open(run / "report.html")  # and from an address that is opened anew
+    before = page.run("document.querySelector('[name=query]').value")
+    page.run(f"location.href = location.href.split('#')[0] + {href!r}, location.reload()")
+    page.run("new Promise((done) => setTimeout(done, 1500))")
+    assert before == "" and units(page)[0] == 42
+    page.run("location.hash = '#unit=nobody/3'")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    assert units(page)[0] == 42
+    page.run("location.hash = ''")
+    page.open(run / "report.html")

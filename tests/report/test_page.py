@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +21,10 @@ from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.replacements import usual
 from mxd.report.run import read_run
-from mxd.report.sections import faithfulness, masking, similarity, units, whole
+from mxd.report.sections import ablation, faithfulness, masking, similarity, structure, units, whole
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
+from mxd.report.tables import PLACES
 
 
 class Reader(HTMLParser):
@@ -68,6 +70,7 @@ def looked_up(run: Path, source: str):
     return value
 
 
+@pytest.mark.long
 def test_every_number_in_a_table_is_the_one_its_source_holds(run, page):
     seen = 0
     for source, text in Reader(page).cells:
@@ -93,8 +96,11 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "units": {"units", "similarity"},
         "probing": {"probing"},
         "steering": {"steering"},
-        "masking": {"masking"},
+        "masking": {"masking", "under_mask"},
         "purging": {"masking"},
+        "toxicity": {"toxicity"},
+        "ablation": {"ablation"},
+        "subset": {"subset"},
     }
     everything = {section.id for section in build_sections(read_run(run))}
     assert everything == {"trained", "training"}.union(*titles.values())
@@ -179,8 +185,29 @@ def test_the_units_that_lead_at_a_prompt_stand_with_strength_and_rate(run, page)
     assert r"\#0 1.5 (12.5%), \#1 0.5 (25.0%)" in (run / "report.md").read_text()
 
 
+def test_units_that_lead_token_by_token_share_a_colour_where_they_are_the_same(run, page):
+    table, *others = [part for part in structure.section(read_run(run)).parts if part.kind == "table" and part.folded]
+    assert others and [column.title for column in table.columns] == ["token", *PLACES, "prompt"]
+    assert [[cell.text for cell in row] for row in table.rows[:4]] == [
+        [f"the {EVIL}", "#7", "#3", "#2", "#5", f"p0 {EVIL}"],
+        ["", "#7", "#2", "–", "–", ""],
+        ["\n", "–", "–", "–", "–", ""],
+        ["", "#7", "#2", "–", "–", f"p1 {EVIL}"],
+    ]
+    colours = {(cell.text, cell.colour) for row in table.rows for cell in row[1:5]}
+    assert colours == {("#7", 0), ("#2", 1), ("#3", None), ("#5", None), ("–", None)}
+    for row in table.rows:
+        assert all(looked_up(run, cell.source) == int(cell.text[1:]) for cell in row[1:5] if cell.text != "–")
+    drawn = re.findall(
+        r'<td class="dyed s(\d+)" data-source="(structure[^"]*)" title="[^"]*"><span>#(\d+)</span>', page
+    )
+    assert {(colour, unit) for colour, _, unit in drawn} == {("0", "7"), ("1", "2")}
+    assert all(looked_up(run, source) == int(unit) for _, source, unit in drawn)
+
+
 def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run):
-    _, changes, followers = masking.section(read_run(run)).parts[-3:]
+    changes, followers, scatter = masking.section(read_run(run)).parts[-3:]
+    assert "#0, block 1, r = +0.50" in scatter.panels[0].title and "active at 12.5%" in scatter.panels[0].drawing
     assert "mean 0.25" in changes.caption and len(changes.rows) == 12
     texts = [[cell.text for cell in row] for row in changes.rows]
     control = ["+0.0625 ± 0.0100", "+0.0625 ± 0.0200"]
@@ -193,15 +220,34 @@ def test_purging_stands_with_its_errors_and_the_units_that_follow_the_score(run)
     assert "+0.1250 ± 0.0100" in twin and r"\#1, block 1: +0.38, +0.75" in twin
 
 
+def test_dropped_units_stand_beside_random_coefficients(run):
+    means, by_units, histograms, *leading = ablation.section(read_run(run)).parts
+    assert [cell.text for cell in means.rows[0]] == [
+        *("MxD, k8", "120", "62.5%", "3", "2", "0.354 ± 0.250", "50.0%", "1", "0.000"),
+        *("2", "0.938 ± 0.250", "6.2%"),
+    ]
+    assert [panel.title for panel in by_units.panels] == ["k8", "k32"]
+    assert {key.label for key in by_units.keys} >= {"MxD", "MxD (random coefficients)"}
+    assert "MxD: 0.354 at 120" in by_units.panels[0].alt
+    assert "MxD (random coefficients): 0.938 at 120" in by_units.panels[0].alt
+    assert len(histograms.panels) == len(leading) == 3
+    assert histograms.panels[0].title == "MxD, k32, 120 units"
+    assert [[cell.text for cell in row] for row in leading[0].rows] == [
+        ["#3", "25.000%", "0.000", "sport 100.0%"],
+        ["(#4)", "25.000%", "0.707", f"sport 50.0%, law {EVIL} 50.0%"],
+    ]
+
+
 @pytest.mark.long
 def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_out(tmp_path, monkeypatch):
     folder = fill(tmp_path / "big", ks=(32,))
     document = json.loads((folder / "units.json").read_text())
     context = {"tokens": [f"word{i} " for i in range(30)], "activations": [0.5] * 30, "at": 20, "value": 3.0}
     interval = {"low": 0.0, "high": 3.0, "contexts": [context] * 2}
-    described = {str(n): {"rate": 0.1, "mean": 1.0, "max": 3.0, "intervals": [interval] * 6} for n in range(80)}
     for result in document["results"].values():
-        result |= {"rates": [0.1] * 40_000, "units": described}
+        adds = next(iter(result["units"].values()))  # what it promotes
+        one = adds | {"rate": 0.1, "mean": 1.0, "max": 3.0, "intervals": [interval] * 6}
+        result |= {"rates": [0.1] * 40_000, "units": {str(n): one for n in range(80)}}
     (folder / "units.json").write_text(json.dumps(document))
     monkeypatch.setattr(units, "BUDGET", 90_000)
     page = write_report(folder)[0]
@@ -214,16 +260,54 @@ def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_o
         assert {int(n) for n in one["units"]} <= set(one["listed"])
 
 
-def test_a_context_is_cut_around_its_token_and_highlighted_by_strength():
+def test_other_tools_numbers_and_promoted_tokens_are_folded_tables(run):
+    (table,) = [p for p in faithfulness.section(read_run(run)).parts if p.kind == "table" and p.folded]
+    head = [column.title for column in table.columns]
+    for title, text, source in (
+        ("SAELens EV", "0.900", "/blocks/1/conventions/saelens/explained_variance"),
+        ("SAELens CE score", "75.0%", "/conventions/saelens/ce_loss_score"),
+        ("SAELens KL score", "–", "/conventions/saelens/kl_div_score"),
+        ("sparsify FVU", "0.200", "/blocks/1/conventions/sparsify/fvu"),
+    ):
+        cell = table.rows[0][head.index(title)]
+        assert cell.text == text and cell.source.endswith(source)
+    (table,) = [p for p in units.section(read_run(run)).parts if p.kind == "table" and p.folded]
+    assert "LayerNorm" in table.caption and "is centred" in table.caption and "By chance" not in table.caption
+    assert [cell.text for cell in table.rows[0][3:]] == ["4.0", "0.62"]
+    assert table.rows[0][1].text.startswith("·up0 ") and "·down0" in table.rows[0][2].text
+    page = (run / "report.html").read_text()
+    assert page.count("<details><summary>") >= 2 and "Peak by chance: 3.5" in page
+
+
+def test_pages_of_results_without_them_have_neither(run, tmp_path):
+    folder = tmp_path / "before"
+    shutil.copytree(run, folder)
+    for name in ("faithfulness", "units"):
+        document = json.loads((folder / f"{name}.json").read_text())
+        for result in document["results"].values():
+            for one in (result, *result.get("blocks", {}).values()):
+                one.pop("conventions", None)
+            result.pop("logits", None)
+            for unit in result.get("units", {}).values():
+                for key in ("promoted", "suppressed", "peak", "cosine", "activations"):
+                    unit.pop(key)
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    shown = read_run(folder)
+    parts = [*faithfulness.section(shown).parts, *units.section(shown).parts]
+    assert not [p for p in parts if p.kind == "table" and p.folded]
+    assert parts[-1].data["sets"][0]["chance"] is None and parts[-1].data["sets"][0]["units"]["0"][1] is None
+
+
+def test_a_context_is_cut_around_its_token_and_keeps_activations():
     activations = [0.0] * 100
     activations[50], activations[49], activations[48] = 9.0, 4.4, 0.01
     value = {"tokens": [f"t{i}" for i in range(100)], "activations": activations, "at": 50, "value": 9.0}
     words: dict[str, int] = {}
-    at, activation, tokens, levels = units._context(Node(value, "units.json"), 9.0, words)
+    at, activation, tokens, values = units._context(Node(value, "units.json"), words)
     names = list(words)
     assert names[tokens[at]] == "t50" and activation == 9.0
     assert [names[t] for t in tokens] == [f"t{i}" for i in range(36, 59)]
-    assert levels[at - 3 : at + 2] == [0, 1, 5, 9, 0]
+    assert values[at - 3 : at + 2] == [0, 0.01, 4.4, 9.0, 0]
 
 
 def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
@@ -348,7 +432,7 @@ def test_several_layers_at_once_are_shown_beside_the_others(run, tmp_path):
     result["replacements"] *= 2
     write_json(folder / "faithfulness-together.json", document | {"results": {"together": result}})
     shown = [b for b in faithfulness.section(read_run(folder)).parts if b.kind == "table"]
-    assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 3
+    assert [(table.rows[-1][0].text, len(table.rows)) for table in shown] == [("together: 2 layers at once", 7)] * 4
 
 
 def test_scores_of_lm_eval_stand_beside_the_base_models(run, tmp_path):

@@ -4,14 +4,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from full_run import masked, purged
+from full_run import EVIL, dropped, masked, purged
 from rich.console import Console
 
 from mxd.common.errors import MxdError
-from mxd.metrics import LEADER, MASKING, NORMALIZED_RANK, PURGING, RANKED
+from mxd.metrics import ABLATION, LEADER, MASKING, POLYSEMANTICITY, PURGING, RANKS
 from mxd.report.figures import frontier
-from mxd.report.tables import caption, markdown_tables, tables, terminal_tables
-from mxd.report.terminal import masking_table, purging_table, structure_table, terminal_diff
+from mxd.report.tables import caption, markdown_tables, most_affected, most_lost, tables, terminal_tables
+from mxd.report.terminal import (
+    ablation_table,
+    dropped_table,
+    masking_table,
+    purging_table,
+    structure_table,
+    terminal_diff,
+)
 
 
 def result(method: str, k: int | None, layer: int, increase: float) -> dict:
@@ -191,13 +198,36 @@ def test_tables_on_the_terminal_are_named_as_on_the_page() -> None:
     table = purging_table("a", {**purging, "control_se": errors})
     assert [column.header for column in table.columns] == [metric.title for metric in PURGING]
     assert [list(column.cells)[1] for column in table.columns][:5] == ["0.1", "9", "7.5%", "12", "+0.2500 ± 0.0300"]
-    ranks = {"normalized_rank": 0.5, "experts": 1200, "shape": [3, 4], "leader": {"unit": 7, "share": 0.25}}
-    table = structure_table({"results": {"a": ranks}})
+    ranks = {"normalized_rank": 0.5, "normalized_rank_sd": 0.25, "stable_rank": 2.5, "stable_rank_sd": 1.25}
+    ranks |= {"deficient": 1100, "experts": 1200}
+    table = structure_table({"results": {"a": ranks | {"shape": [3, 4], "leader": {"unit": 7, "share": 0.25}}}})
     cells = {column.header: list(column.cells) for column in table.columns}
+    numbers = [["0.5000"], ["0.2500"], ["1,100"], ["1,200"], ["2.5"], ["1.2"]]
     assert cells == {
         "layer": ["a"],
-        NORMALIZED_RANK.title: ["0.5000"],
-        RANKED.title: ["1,200"],
+        **dict(zip((metric.title for metric in RANKS), numbers, strict=True)),
         "shape": ["3 x 4"],
         LEADER.title: ["25.0% #7"],
     }
+
+
+def test_dropped_units_on_the_terminal_are_those_that_cost_a_class_most() -> None:
+    result = dropped(np.random.default_rng(0), "", 0)
+    table = dropped_table("a", result)
+    assert [list(column.cells) for column in table.columns] == [
+        ["#3", "(#4)"],
+        ["25.000%", "25.000%"],
+        ["0.000", "0.707"],
+        ["sport 100.0%", f"sport 50.0%, law {EVIL} 50.0%"],
+    ]
+    summary = ablation_table({"a": result})
+    assert [column.header for column in summary.columns] == ["layer", *(metric.title for metric in ABLATION)]
+    cells = {column.header: next(iter(column.cells)) for column in summary.columns}
+    assert cells[POLYSEMANTICITY.title] == "0.354 ± 0.250" and cells["mean p, random"] == "0.938 ± 0.250"
+    assert cells["beyond chance"] == "1" and cells["mean p, beyond chance"] == "0.000"
+
+
+def test_the_classes_that_a_unit_affects_most() -> None:
+    nan = float("nan")
+    assert most_affected("abcde", [0.0, -0.5, 0.25, nan, 0.75]) == "e 75.0%, b -50.0%, c 25.0%"
+    assert most_lost({"1": [0.1, nan], "2": [-1.0, 0.0], "3": [0.5, 0.0], "4": [nan]}) == ["3", "1"]

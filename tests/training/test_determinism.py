@@ -43,6 +43,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.long
 def test_deterministic_training_takes_every_method_and_changes_no_bit_on_a_cpu(trained, monkeypatch):
     """Each method and sparsity, bfloat16 candidates, a batch in parts, a clipped gradient."""
     seen, step = [], torch.optim.Adam.step

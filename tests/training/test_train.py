@@ -76,6 +76,7 @@ def test_the_base_model_is_bit_identical_after_training(tmp_path: Path) -> None:
     assert not any(p.requires_grad or p.grad is not None for p in model.module.parameters())
 
 
+@pytest.mark.long
 def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
     a, b = (train(small(tmp_path, run=name)) for name in "ab")
     assert_same_run(a, b)
@@ -84,6 +85,7 @@ def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path) -> None:
     assert not torch.equal(*weights)
 
 
+@pytest.mark.long
 def test_bos_is_stored_once_and_refused_where_it_is_not_finite(tmp_path: Path) -> None:
     model = load_frozen("tiny-gpt2")
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
@@ -115,6 +117,7 @@ def test_output_bias_starts_at_the_mean_output(tmp_path: Path) -> None:
     assert layer.bias.abs().max() > 0.01
 
 
+@pytest.mark.long
 def test_all_layers_are_initialised_before_the_first_step_and_the_first_batch_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
 ) -> None:
@@ -415,6 +418,7 @@ def test_resuming_on_another_base_model_is_refused(tmp_path: Path) -> None:
         train(config, resume=True, model=load_frozen("tiny-neox"))
 
 
+@pytest.mark.long
 def test_a_streamed_text_is_prepared_ahead_and_trains_the_same(tmp_path: Path, trained_gpt2) -> None:
     from mxd.data.text import documents
 
@@ -492,6 +496,7 @@ def test_bfloat16_proposals_train_as_well_and_leave_the_same_kind_of_checkpoint(
         assert used.pop() == "float32"
 
 
+@pytest.mark.long
 def test_a_run_with_bfloat16_proposals_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2
 ) -> None:

@@ -23,8 +23,9 @@ from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.sets import named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.processes import ALONE
-from mxd.common.stop import Interrupted
+from mxd.common.stop import Interrupted, Stop
 from mxd.config import dump_config, parse_config
+from mxd.data.activations import Batch, Cursor
 from mxd.data.streams import Place, TextStream
 from mxd.evaluation.checkpoints import open_checkpoints
 from mxd.evaluation.faithfulness import evaluate
@@ -269,6 +270,21 @@ def test_clipping_counts_parameters_as_their_optimiser_does(base: FrozenModel, t
         torch.testing.assert_close(parameter.grad, grad / 4, rtol=1e-4, atol=1e-9)
 
 
+def test_rates_are_those_of_activations_of_one_size(base: FrozenModel, trained: Path) -> None:
+    loop, tuned = a_loop(base, trained)
+    ids = torch.randint(1, base.vocabulary, (2, 64), generator=torch.Generator().manual_seed(1))
+    batch = Batch({}, ids.flatten(), {}, Cursor())
+    assert next(loop.initialised(iter([batch]), Stop())) is batch
+    for trainee in tuned.trainees:
+        sites: dict[str, torch.Tensor] = {}
+        hook = base.mlp(trainee.number).register_forward_hook(lambda _, x, y, to=sites: to.update(x=x[0], y=y))
+        base.module(ids)
+        hook.remove()
+        size = {site: float((t[:, 1:].square().mean(-1)).sqrt().mean()) for site, t in sites.items()}
+        assert trainee.scales == pytest.approx((1 / size["x"], 1 / size["y"]), rel=1e-4)
+        assert trainee.optimizer.factors["bias"] == pytest.approx(size["y"], rel=1e-4)
+
+
 @pytest.mark.long
 def test_tuning_lowers_the_divergence_and_leaves_the_rest_alone(trained: Path, base: FrozenModel) -> None:
     before, read = base.base_fingerprint(), weights(trained)
@@ -391,6 +407,7 @@ def test_a_stream_is_read_on_where_it_was(
     assert weights(part) == weights(whole) and part != whole
 
 
+@pytest.mark.long
 def test_a_signal_saves_everything(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == 3)
     monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
@@ -429,6 +446,7 @@ def test_two_processes_tune_as_one_does(trained: Path, base: FrozenModel, tmp_pa
         assert ours["normalized_mse"] == pytest.approx(theirs["normalized_mse"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_changed_layers_are_not_resumed(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
     copy = tmp_path / "copy"
     for path in of_kind(trained, "mxd"):
@@ -446,6 +464,7 @@ def test_changed_layers_are_not_resumed(trained: Path, base: FrozenModel, tmp_pa
         tune([tmp_path / "t" / "config.yaml"], resume=True, model=base)
 
 
+@pytest.mark.long
 def test_refusals(trained: Path, base: FrozenModel, tmp_path: Path) -> None:
     with pytest.raises(MxdError, match="batch_tokens = 100 must be a multiple of 64: contexts of 64 tokens"):
         tune([trained], TuneConfig(batch_tokens=100), "a", str(tmp_path), model=base)
@@ -518,6 +537,7 @@ def test_before_and_after_are_what_mxd_whole_measures(
         before_and_after(trained)
 
 
+@pytest.mark.long
 def test_nothing_is_measured_where_nothing_is_asked_for(trained: Path, tmp_path: Path, capsys) -> None:
     words = ["--tokens", "512", "--batch-tokens", "512", "--run", "t", "--out", tmp_path, "--guard-tokens", "0"]
     code, out, _ = mxd(capsys, "tune", *of_kind(trained, "tc"), *words)
@@ -569,6 +589,7 @@ def test_out_of_memory_says_how_to_go_on_and_going_on_gives_the_same(
             torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-6 + 1e-3 * float(value.abs().max()))
 
 
+@pytest.mark.long
 def test_a_resumed_tuning_keeps_its_recipe(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
     stopped_at(1, monkeypatch)
     with pytest.raises(Interrupted):
@@ -596,6 +617,7 @@ def test_a_run_that_lacks_a_layer_is_not_tuned_as_if_it_were_whole(
         tune([str(copy / "block0-mxd-k8")], TuneConfig(**HOW), "one", str(tmp_path), model=base)
 
 
+@pytest.mark.long
 def test_tuning_some_of_those_that_were_tuned_together_warns(
     trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,6 +638,7 @@ def test_layers_of_several_base_models_are_named(trained: Path, tmp_path: Path) 
         tune_config([trained, tmp_path / "other"])
 
 
+@pytest.mark.long
 def test_a_changed_text_is_refused(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(("The President of the United States addressed the Congress. " * 400 + "\n") * 8)

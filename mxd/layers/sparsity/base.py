@@ -100,6 +100,8 @@ class SparsityConfig(BaseModel, ABC):
 
     general: ClassVar[bool] = True
     """Whether it works with every method whose gate gives one score for each unit (one head)."""
+    simplex: ClassVar[bool] = False
+    """Whether the activations of every token sum to 1."""
     kind: str
     """The kind's name."""
 

@@ -1,7 +1,7 @@
 """Codes that sum to 1 for each token: entmax and softmax of normalised pre-activations (muMoE, section 3.1)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ MOMENTUM = 0.1
 
 class SoftmaxConfig(SparsityConfig):
     """Every unit is active, with shares that sum to 1."""
+
+    simplex: ClassVar[bool] = True
 
     kind: Literal["softmax"] = "softmax"
     """Selects this kind."""

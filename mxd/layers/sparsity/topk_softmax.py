@@ -1,6 +1,6 @@
 """A softmax over the K largest scores: the gate of classic sparse mixtures of experts (Shazeer et al., 2017)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 from torch import Tensor
@@ -12,6 +12,8 @@ from mxd.ops import Selection
 
 class TopKSoftmaxConfig(SparsityConfig):
     """Keep the K largest scores, whatever their sign; activations are a softmax over them and add up to 1."""
+
+    simplex: ClassVar[bool] = True
 
     kind: Literal["topk_softmax"] = "topk_softmax"
     """Selects this kind."""

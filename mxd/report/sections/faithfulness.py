@@ -1,8 +1,9 @@
 """Is it faithful, and does it decompose? The figures of both, and every number of them in tables."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mxd.metrics import COST, DECOMPOSITION, FAITHFULNESS, FIXED, NMSE, ROUTED, SHARED, Metric
+from mxd.metrics import CONVENTIONS, COST, DECOMPOSITION, FAITHFULNESS, FIXED, NMSE, ROUTED, SHARED, Metric
 from mxd.report.parts import Cell, Column, Part, Section, Table, column, number, with_error
 from mxd.report.replacements import Replacement, Results
 from mxd.report.run import Run
@@ -28,6 +29,7 @@ def section(run: Run) -> Section | None:
     parts: list[Part] = [
         *figures(results, run.results("structure")),
         *(_table(results, caption, metrics) for caption, metrics in TABLES),
+        *_conventions(results),
         *_tasks(run),
     ]
     first, document = results[0][1], run.documents["faithfulness"][0]
@@ -56,6 +58,18 @@ def _table(results: Results, caption: str, metrics: Sequence[Metric]) -> Table:
         head = replacement.label if replacement.layer is not None else _together(replacement, result)
         rows.append([Cell(head), *(number(value(result, metric.key), metric.form) for metric in metrics)])
     return Table(caption, [Column("splice"), *map(column, metrics)], rows, legend=True)
+
+
+def _conventions(results: Results) -> list[Part]:
+    """Return the numbers by other tools' definitions, folded away; none where they were not measured."""
+    if not any(result.get("conventions") for _, result in results):
+        return []
+    caption = (
+        "Not comparable with one another: tools differ in what the variance is about, in which positions count and in "
+        "what is ablated. Each is taken over the whole text at once, where the tools average over their batches."
+    )
+    title = "The same as other tools define it: SAELens, SAEBench, sparsify, dictionary_learning, Gemma Scope"
+    return [replace(_table(results, caption, CONVENTIONS), folded=title)]
 
 
 def _together(replacement: Replacement, result: Node) -> str:

@@ -83,7 +83,7 @@ def _diffs(results: Results) -> list[Part]:
         "On top what the base model writes; then, for each splice, what is the same, what it leaves out and what it "
         "writes instead. After figures 8 and 9 of the MxD paper."
     )
-    return continuations(results, PROMPTS, pieces, caption)
+    return continuations([(r, result["examples"]) for r, result in results], PROMPTS, pieces, caption)
 
 
 def continuations(
@@ -92,12 +92,12 @@ def continuations(
     """Show continuations side by side; nothing where there are none.
 
     Args:
-        results: replacements with their ``examples``.
+        results: replacements, each with its list of examples.
         prompts: how many are shown, at most.
         told: what is shown of the base model's tokens and the spliced model's.
         caption: what follows the number of prompts.
     """
-    examples = [(r, example) for r, n in results for example in list(n["examples"])[:prompts]]
+    examples = [(r, example) for r, n in results for example in list(n)[:prompts]]
     diffs = []
     for prompt in dict.fromkeys(tuple(example["prompt"].numbers()) for _, example in examples):
         here = [(r, example) for r, example in examples if tuple(example["prompt"].numbers()) == prompt]

@@ -28,8 +28,14 @@ def section(run: Run) -> Section | None:
             parts.append(_samples(title, steered["samples"]))
     first = results[0][1]
     judge = f"Judged by {_judge(first)}, from 0 to 1." if _judge(first) else "No judge was asked."
-    lead = "A unit's output is added, λ times as strong as its own, while the model continues "
+    lead = f"{_added(first)} while the model continues "
     return Section("steering", "Steering", f"{lead}“{first['prompt'].text().strip()}”. {judge}", parts)
+
+
+def _added(result: Node) -> str:
+    if (at := result.get("at")) is not None and at.value == "input":
+        return "A unit's gate row, λ times as long as the inputs, is added to what the layer reads,"
+    return "A unit's output is added, λ times as strong as its own,"
 
 
 def _judge(result: Node) -> str:

@@ -55,7 +55,7 @@ def section(run: Run) -> Section | None:
         f"{first['ce_base'].number():.4f} ± {first['ce_base_se'].number():.4f} nats per token. Where the "
         f"{CE_INCREASE.title} is larger than “{ALONE_SUM.title}”, what the blocks add one by one, errors compound."
     )
-    told = [(replacement, result["generation"]) for replacement, result in results]
+    told = [(replacement, result["generation"]["examples"]) for replacement, result in results]
     caption = "On top what the base model writes; then, for each set, as far as it is the same, and what follows."
     parts: list[Part] = [
         _table("All blocks replaced.", results, WHOLE),

@@ -4,11 +4,11 @@
 (() => {
   const root = document.getElementById("browser");
   if (!root) return;
-  const PAGE = 20;
+  const PAGE = 20, LEVELS = 9;
   const { tokens, sets } = JSON.parse(document.getElementById("units-data").textContent);
   const form = root.querySelector("form"), list = root.querySelector(".units");
   const count = root.querySelector(".count"), more = root.querySelector(".more");
-  const { set: choice, sort, query, only } = form.elements;
+  const { set: choice, sort, query, only, numbers } = form.elements;
   let found = [], shown = 0;
 
   const make = (tag, name, text) => {
@@ -17,17 +17,19 @@
     if (text !== undefined) node.textContent = text;
     return node;
   };
-  const visible = (token) => token.replace(/\n/g, "↵").replace(/\t/g, "→") || "∅";
+  const visible = (token) => token.replace(/\n/g, "↵").replace(/\t/g, "→").replace(/\p{Cc}/gu, "·") || "∅";
   const percent = (rate) => rate === null ? "–" : rate === 0 ? "never" : `${Number((100 * rate).toPrecision(2))}%`;
   const plain = (value) => value === null ? "–" : String(Number(value.toPrecision(3)));
 
   // One entry for each listed unit: what it is sorted and searched by, made when its replacement is first shown.
   const entries = (one) => one.entries ??= one.listed.map((unit, i) => {
-    const intervals = one.units[unit] ?? [];
+    const [intervals, adds] = one.units[unit] ?? [[], null];
     const probes = (one.probes[unit] ?? []).slice().sort((a, b) => b[1] - a[1]);
     const words = intervals.flatMap((interval) => interval[2].map((context) => context[2].map((t) => tokens[t]).join("")));
-    const text = [...words, ...probes.map((probe) => probe[0])].join("\n").toLowerCase();
-    return { unit, rate: one.rates[i], max: one.maxima[i], intervals, probes, text, f1: probes.length ? probes[0][1] : null };
+    const promoted = (adds?.promoted ?? []).map(([token]) => tokens[token]);
+    const text = [...words, ...promoted, ...probes.map((probe) => probe[0])].join("\n").toLowerCase();
+    const f1 = probes.length ? probes[0][1] : null;
+    return { unit, rate: one.rates[i], max: one.maxima[i], intervals, adds, probes, text, f1, peak: adds?.peak ?? null };
   });
 
   const last = -Infinity;
@@ -35,15 +37,22 @@
     max: (a, b) => (b.max ?? last) - (a.max ?? last),
     rate: (a, b) => (b.rate ?? last) - (a.rate ?? last),
     rare: (a, b) => (a.rate || Infinity) - (b.rate || Infinity),
+    peak: (a, b) => (b.peak ?? last) - (a.peak ?? last),
     f1: (a, b) => (b.f1 ?? last) - (a.f1 ?? last),
     unit: (a, b) => a.unit - b.unit,
   };
 
-  const context = ([at, value, words, levels], from, to) => {
-    const line = make("p");
+  const level = (value, max) => value > 0 && max > 0 ? Math.min(LEVELS, Math.max(1, Math.ceil(LEVELS * value / max))) : 0;
+
+  const context = ([at, value, words, values], max, from, to) => {
+    const line = make("p", "context");
     words.slice(from, to).forEach((word, i) => {
-      const place = i + (from ?? 0);
-      const piece = make("span", levels[place] ? `h${levels[place]}` : "", visible(tokens[word]));
+      const place = i + (from ?? 0), here = values[place];
+      const piece = make("span", here ? `h${level(here, max)}` : "", visible(tokens[word]));
+      if (here) {
+        piece.title = `activation ${plain(here)}`;
+        piece.dataset.value = plain(here);
+      }
       if (place === at) piece.classList.add("at");
       line.append(piece);
     });
@@ -51,30 +60,84 @@
     return line;
   };
 
+  // Where a unit is: its replacement's name and its number, so that a link holds for every page of the same run.
+  const place = (entry, one) => `#unit=${encodeURIComponent(one.name)}/${entry.unit}`;
+
+  const listing = (title, name, ends) => {
+    const line = make("p", `tokens ${name}`);
+    line.append(make("span", "soft", `${title} `));
+    ends.forEach(([token, logit]) => {
+      const piece = make("span", "token", visible(tokens[token]));
+      piece.title = `logit ${logit > 0 ? "+" : ""}${plain(logit)} for each unit of activation`;
+      line.append(piece, " ");
+    });
+    return line;
+  };
+
+  const histogram = ({ counts, high, active }) => {
+    const [width, height, box] = [160, 36, make("div", "histogram")];
+    const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    const most = Math.max(...counts.map((count) => Math.log1p(count)), 1e-9);
+    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    drawing.setAttribute("role", "img");
+    drawing.setAttribute("aria-label", `histogram of the activation: ${counts.join(", ")} tokens from 0 to ${plain(high)}`);
+    counts.forEach((count, i) => {
+      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      const tall = height * Math.log1p(count) / most, wide = width / counts.length;
+      const numbers_ = { x: i * wide, y: height - tall, width: wide - 1, height: tall };
+      Object.entries(numbers_).forEach(([name, value]) => bar.setAttribute(name, value));
+      const said = document.createElementNS("http://www.w3.org/2000/svg", "title");
+      said.textContent = `${plain(high * i / counts.length)} to ${plain(high * (i + 1) / counts.length)}: ${count} tokens`;
+      bar.append(said);
+      drawing.append(bar);
+    });
+    const range = `activation 0 to ${plain(high)}, ${active.toLocaleString("en")} active tokens of the sample, log scale`;
+    box.append(drawing, make("span", "soft", range));
+    return box;
+  };
+
+  const added = (adds, one) => {
+    const box = make("div", "adds");
+    if (adds.promoted.length) {
+      box.append(listing("promotes", "up", adds.promoted), listing("suppresses", "down", adds.suppressed));
+      const cosine = adds.cosine === null ? "" : `; mean cosine of its directions ${plain(adds.cosine)}`;
+      box.append(make("p", "soft", `peak ${plain(adds.peak)} (by chance ${plain(one.chance)})${cosine}`));
+    }
+    box.append(histogram(adds));
+    return box;
+  };
+
   const opened = (entry, one) => {
     const box = make("div", "intervals");
+    if (entry.adds) box.append(added(entry.adds, one));
     entry.probes.forEach(([name, f1]) => box.append(make("p", "soft", `tells ${name}: F1 ${f1.toFixed(2)}`)));
     entry.intervals.filter((interval) => interval[2].length).forEach(([low, high, contexts]) => {
       box.append(make("h4", "", `activation ${plain(low)} to ${plain(high)}`));
-      contexts.forEach((each) => box.append(context(each)));
+      contexts.forEach((each) => box.append(context(each, entry.max)));
     });
-    box.append(make("p", "soft", `${one.source}/units/${entry.unit}`));
+    const foot = make("p", "soft", `${one.source}/units/${entry.unit} `), link = make("a", "", "link to this unit");
+    link.href = place(entry, one);
+    foot.append(link);
+    box.append(foot);
     return box;
   };
 
   const row = (entry, one) => {
-    const item = make("li"), head = make(entry.intervals.length ? "summary" : "div", entry.intervals.length ? "" : "plain");
+    const more = entry.intervals.length > 0 || entry.adds !== null;
+    const item = make("li"), head = make(more ? "summary" : "div", more ? "" : "plain");
+    item.id = place(entry, one).slice(1);
     head.append(make("span", "number", `#${entry.unit}`), make("span", "soft", `rate ${percent(entry.rate)}`));
     head.append(make("span", "soft", entry.max === null ? "" : `max ${plain(entry.max)}`));
     const top = entry.intervals.flatMap((interval) => interval[2]).sort((a, b) => (b[1] ?? 0) - (a[1] ?? 0))[0];
     const preview = make("span", "preview");
-    if (top) preview.append(...context(top, Math.max(0, top[0] - 6), top[0] + 4).childNodes);
+    if (top) preview.append(...context(top, entry.max, Math.max(0, top[0] - 6), top[0] + 4).childNodes);
     head.append(preview);
     if (entry.probes.length) {
       const [name, f1] = entry.probes[0];
       head.append(make("span", "probe soft", `tells ${name}, F1 ${f1.toFixed(2)}`));
     }
-    if (!entry.intervals.length) {
+    if (entry.adds?.promoted.length) head.append(listing("promotes", "preview", entry.adds.promoted.slice(0, 5)));
+    if (!more) {
       item.append(head);
       return item;
     }
@@ -112,11 +175,27 @@
     extend();
   };
 
+  // Opens the unit that the address names; without one, or with one that is not here, the page stays as it is.
+  const follow = () => {
+    const [, name, unit] = /^#unit=(.+)\/(\d+)$/.exec(location.hash) ?? [];
+    const i = name === undefined ? -1 : sets.findIndex((one) => encodeURIComponent(one.name) === name);
+    if (i < 0) return;
+    choice.value = i;
+    query.value = `#${unit}`;
+    update();
+    const item = list.firstElementChild, details = item?.querySelector("details");
+    if (details) details.open = true;
+    item?.scrollIntoView();
+  };
+
   sets.forEach((one, i) => choice.append(new Option(one.label, i)));
   if (!sets.some((one) => Object.keys(one.probes).length)) sort.querySelector("[value=f1]").remove();
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", update);
+  if (!sets.some((one) => one.chance !== null)) sort.querySelector("[value=peak]").remove();
+  form.addEventListener("input", (event) => event.target === numbers ? list.classList.toggle("numbers", numbers.checked) : update());
   more.addEventListener("click", extend);
   form.hidden = false;
   update();
+  addEventListener("hashchange", follow);
+  follow();
 })();
