@@ -50,10 +50,14 @@ class Page:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, path: Path) -> None:
-        """Load a file and wait until it has loaded."""
+    def open(self, path: Path, fragment: str = "") -> None:
+        """Load a file anew, at a fragment (``#...``) if one is given, and wait until it has loaded."""
+        self._load("about:blank")  # or another fragment of the same file would load nothing
+        self._load(path.as_uri() + fragment)
+
+    def _load(self, url: str) -> None:
         before = len(self.events)
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events[before:]):
             self.events.append(self._read())
 
@@ -62,6 +66,13 @@ class Page:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait(self, script: str) -> None:
+        """Wait until an expression holds in the page."""
+        end = time.monotonic() + PATIENCE
+        while not self.run(script):
+            assert time.monotonic() < end, f"never true in {PATIENCE:.0f} seconds: {script}"
+            time.sleep(0.02)
 
     def screen(self, width: int, height: int, dark: bool = False) -> None:
         """Set the size of the screen and the theme."""
