@@ -6,7 +6,7 @@ The code that trains is metered on the meta device (``mxd.planning.profiler``); 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -108,11 +108,8 @@ class _Parts:
         self.below = 4 * sum(layer.num_params for _, layer in below.values())
         self.forward = Cost()
         if config.data.cache is None:
-            ids = torch.zeros(config.data.forward_contexts, config.data.context, dtype=torch.int64, device="meta")
-            with torch.device("meta"):
-                layers = {number: layer.build() for number, layer in below.values()}
-            record = recorder(Splice(shape, layers), config.training.targets == "base")
-            self.forward = meter(lambda: record(ids, list(mlps)))
+            size = config.data.forward_contexts, config.data.context
+            self.forward = _forward(process, size, tuple(mlps), tuple(below.values()), config.training.targets)
 
     def plan(self, accumulation: int) -> Plan:
         """Return the plan for batches that are processed in ``accumulation`` parts."""
@@ -210,6 +207,30 @@ class _Parts:
         return state_disk(params, sum(map(self.units, self.replacements)), self.config.training.keep_states)
 
 
+_FORWARDS: dict[Any, Cost] = {}
+"""Costs of forwards that were metered in this process, since many runs of one base model may follow each other."""
+
+
+def _forward(
+    process: BaseProcess,
+    size: tuple[int, int],
+    blocks: tuple[int, ...],
+    below: tuple[tuple[int, ReplacementConfig], ...],
+    targets: str,
+) -> Cost:
+    """Return the cost of recording blocks on ``size`` contexts and tokens, above the layers spliced in below them."""
+    module = process.shape.module
+    key = (type(module), module.config.to_json_string(), process.dtype, size, blocks, below, targets)
+    if key not in _FORWARDS:
+        with torch.device("meta"):
+            ids = torch.zeros(*size, dtype=torch.int64)
+            layers = {number: layer.build() for number, layer in below}
+        record = recorder(Splice(process.shape, layers), targets == "base")
+        _FORWARDS[key] = meter(lambda: record(ids, list(blocks)))
+    return _FORWARDS[key]
+
+
+@lru_cache(1024)
 def _step(
     config: ReplacementConfig,
     rows: int,

@@ -200,7 +200,7 @@ def test_the_constant_for_bos_is_exported(exported, gpt2, ids):
     """The base MLP is not needed for it, and token ids are not either."""
     module, layers = load(exported), with_bos(gpt2, ids)
     assert not [name for name, _ in module.named_parameters() if ".original." in name]
-    x, y = gpt2.record(ids[:, :1], [1])[1]
+    x, y = gpt2.record(ids[:1, :1], [1])[1]  # more rows at once may be rounded otherwise
     assert torch.equal(layers[1](x[0, 0]), y[0, 0])
     torch.testing.assert_close(module.transformer.h[1].mlp(x[0, :1]), y[0, :1])
     without = copy.deepcopy(layers[1])
