@@ -279,6 +279,7 @@ def rows_of_bench_step(module: ModuleType, labels: Sequence[str]) -> list[dict]:
     return found
 
 
+@pytest.mark.long
 def test_bench_step(monkeypatch: pytest.MonkeyPatch, bench_step: ModuleType) -> None:
     """The floor of the paper's layers, read off their steps, is the products that one counts by hand."""
     monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)

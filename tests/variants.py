@@ -1,5 +1,6 @@
 """Every replacement layer in each of its forms, and the kinds of sparsity: what the contract's tests run over."""
 
+import pytest
 from pydantic import TypeAdapter
 
 from mxd.layers import LAYERS, parse_layer
@@ -95,3 +96,8 @@ FEW_UNITS_OR_NO_SUM = ("moe", "mumoe_block")
 
 GENERAL = [name for name, config in LAYERS.items() if not config.kinds and name not in FEW_UNITS_OR_NO_SUM]
 """The methods with as many units as one likes that add up, and that work with every general kind of sparsity."""
+
+SOME_GENERAL = [
+    pytest.param(name, marks=() if number % 3 == 0 else pytest.mark.long) for number, name in enumerate(GENERAL)
+]
+"""The same; a third of them in the short run."""

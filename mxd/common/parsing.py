@@ -40,12 +40,13 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"it is larger than {MOST_YAML_BYTES:,} characters")
     try:
-        node = yaml.compose(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         if node is None:
             return None
         if _size(node, {}) > MOST_VALUES:  # before aliases and merged keys are followed
             raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-        value = yaml.safe_load(text)  # of all that PyYAML can make, plain values only
+        value = loader.construct_document(node)  # of all that PyYAML can make, plain values only
         _check_numbers(value)
         return value
     except yaml.YAMLError as error:

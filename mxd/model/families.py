@@ -6,6 +6,7 @@ The site is the block's ``mlp`` module of the unmodified Hugging Face model: its
 
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -95,8 +96,12 @@ def _wrapped(module: Any) -> bool:
     return "_original_component" in getattr(module, "_modules", {})
 
 
+_WIDTHS: WeakKeyDictionary[nn.Module, tuple[int, int]] = WeakKeyDictionary()
+"""Widths of MLPs that were run already."""
+
+
 def mlp_widths(mlp: nn.Module, model: Any, name: str) -> tuple[int, int]:
-    """Return an MLP's input and output width, found by running it on two tokens.
+    """Return an MLP's input and output width, found by running it on two tokens, once.
 
     Args:
         mlp: the MLP; of a spliced block, its original one.
@@ -106,6 +111,8 @@ def mlp_widths(mlp: nn.Module, model: Any, name: str) -> tuple[int, int]:
     Raises:
         MxdError: it does not map one tensor to one tensor of the same shape.
     """
+    if mlp in _WIDTHS:
+        return _WIDTHS[mlp]
     parameter = next(mlp.parameters(), None)
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     refusal = (
@@ -122,7 +129,8 @@ def mlp_widths(mlp: nn.Module, model: Any, name: str) -> tuple[int, int]:
         raise MxdError(f"{refusal} ({first_line(error)})") from error
     if not isinstance(out, Tensor) or out.shape[:2] != (1, 2):
         raise MxdError(refusal)
-    return width, out.shape[-1]
+    _WIDTHS[mlp] = width, out.shape[-1]
+    return _WIDTHS[mlp]
 
 
 def mlp_shape(mlp: nn.Module, config: Any, widths: tuple[int, int]) -> MLPShape:

@@ -656,6 +656,7 @@ def test_damaged_weights_are_refused(hub, single, damage):
     assert not Path("checkpoints").exists()
 
 
+@pytest.mark.long
 def test_no_flipped_bit_in_the_cache_is_loaded_or_pulled(hub, single):
     push(single, "org/one")
     blob = (find_layers("org/one")[0] / "model.safetensors").resolve()

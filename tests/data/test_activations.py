@@ -168,6 +168,7 @@ def test_the_forwards_size_changes_nothing_but_rounding(gpt2, rows, forward_cont
         torch.testing.assert_close(a.sites[2][1], b.sites[2][1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_stream_resumes_from_between_any_two_batches(gpt2, rows):
     whole = list(islice(batches(gpt2, endless(rows)), 14))
     for n in range(13):
@@ -290,6 +291,7 @@ def test_ahead_yields_the_same_items_in_order(n, depth):
     assert not waiting()
 
 
+@pytest.mark.long
 def test_a_stream_may_be_prepared_ahead(gpt2, rows):
     assert all_same(ahead(batches(gpt2, finite(rows)), 3), batches(gpt2, finite(rows)))
     assert all_same(batches(gpt2, lambda first: ahead(iter(rows[first:]), 5)), batches(gpt2, finite(rows)))

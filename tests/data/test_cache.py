@@ -782,6 +782,7 @@ def test_every_token_once_in_each_epoch(cache, whole, batch_tokens, at_once):
     assert other != seen[: len(other)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch_tokens", "at_once"), [(10, 2), (9, 9), (50, 3)])
 def test_the_mixed_stream_is_read_from_between_any_two_batches(cache, batch_tokens, at_once):
     def read(start=None):
@@ -1038,6 +1039,7 @@ def test_a_run_trained_from_its_cache_is_the_live_run_bit_for_bit(tmp_path, gpt2
     assert len(state_of(live_run)[1]) == 6 * 5
 
 
+@pytest.mark.long
 def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gpt2, text, cached):
     fields = {"blocks": [2], "training": {"tokens": 300}}
     a = train(run(tmp_path / "live", text, **fields), model=gpt2)
@@ -1045,6 +1047,7 @@ def test_a_run_of_some_layers_and_fewer_tokens_reads_the_same_cache(tmp_path, gp
     assert_same_run(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [5, 4])  # between two shards; inside a shard
 def test_interrupted_and_resumed_from_the_cache_equals_uninterrupted(tmp_path, gpt2, text, cached, monkeypatch, step):
     fields = {"blocks": [2], "training": {"save_every": step}}

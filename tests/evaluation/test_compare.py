@@ -80,6 +80,7 @@ def test_everything_is_trained_and_answered_for_every_replacement(tmp_path):
     assert json.loads((folder / "units.json").read_text())["results"]["r/block1-mxd-k2"]["tokens"] <= 512
 
 
+@pytest.mark.long
 def test_the_base_model_is_loaded_once_and_the_text_is_that_of_the_commands(tmp_path, monkeypatch):
     loaded = []
     real = loading._load
@@ -132,6 +133,7 @@ def test_a_question_that_lacks_its_texts_is_refused_before_anything_is_trained(t
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.long
 def test_another_training_needs_another_run(tmp_path):
     compare(run(tmp_path, ["structure"]))
     other = run(tmp_path, ["structure"]).model_dump()

@@ -58,6 +58,7 @@ def test_correlations_over_tokens_and_over_texts_agree_with_numpy(own):
     assert found.over_tokens.abs().max() > 0.05 and found.over_tokens[UNITS:].tolist() == [0, 0]
 
 
+@pytest.mark.long
 def test_beyond_chance_is_a_permutation_test_written_out_over_tokens(monkeypatch):
     activations, scores = drawn(2, texts=80), np.random.default_rng(8).random(80).tolist()
     for c, score in zip(activations, scores, strict=True):

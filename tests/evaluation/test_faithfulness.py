@@ -153,6 +153,7 @@ def test_zero_ablation_recovers_nothing(model: FrozenModel, rows: np.ndarray) ->
     assert found["ce_spliced"] == pytest.approx(found["ce_zero"], abs=1e-9)
 
 
+@pytest.mark.long
 def test_sets_do_not_disturb_each_other_nor_depend_on_batching(model: FrozenModel, rows: np.ndarray) -> None:
     a, b = layer_for(model, number=1), layer_for(model, "transcoder", number=4)
     sets = {"a": {1: a}, "b": {4: b}, "both": {1: a, 4: b}}

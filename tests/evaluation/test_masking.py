@@ -8,7 +8,7 @@ import torch
 from command import mxd
 from small_layers import UNITS, K, dense_code, layer_for, trained_on
 from tables import write_table
-from variants import GENERAL
+from variants import GENERAL, SOME_GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
@@ -263,7 +263,7 @@ def members(masks, domains):
     return {d: {str(n): list(units) for n, units in mask.items()} for d, mask in zip(domains, masks, strict=True)}
 
 
-@pytest.mark.parametrize("method", GENERAL)
+@pytest.mark.parametrize("method", SOME_GENERAL)
 def test_domain_masking_agrees_with_numpy(gpt2, method):
     domains = sorted(set(LABELS))
     hand = ByHand(gpt2, method, [domains.index(label) for label in LABELS], domains)
@@ -302,6 +302,7 @@ def over_chance(codes, scores, seed=0):
     return r[0], activation[0] > activation[1:].max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["mxd", "topk_sae"])
 def test_purging_agrees_with_numpy(gpt2, method):
     rng = np.random.default_rng(0)
@@ -333,6 +334,7 @@ def test_purging_agrees_with_numpy(gpt2, method):
     hand.check_changes(got, "changes", masks, 2)
 
 
+@pytest.mark.long
 def test_random_scores_mask_nothing(gpt2):
     sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}, "b": {2: trained_on(gpt2, 2, layer_for(gpt2, 2))}}
     removed = 0
@@ -414,6 +416,7 @@ def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
     assert seen[0] == seen[1] != seen[2]
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_batch_or_on_what_else_is_measured(gpt2):
     one = {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}
     other = {2: trained_on(gpt2, 2, layer_for(gpt2, 2, "transcoder"))}

@@ -274,6 +274,7 @@ def test_no_subset_of_a_text_is_better_than_the_best_of_all(gpt2, plain):
             assert values.min() - 1e-6 <= one and np.abs(values - one).min() < 1e-5  # it is one of the subsets
 
 
+@pytest.mark.long
 def test_texts_do_not_depend_on_those_they_are_read_with(gpt2, rows):
     layer = trained_on(gpt2, BLOCK, layer_for(gpt2, BLOCK))
     asked, contexts = config(), contexts_of(rows)

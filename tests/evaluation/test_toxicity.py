@@ -90,6 +90,7 @@ def text_of(model, ids):
     return model.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.long
 def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
     begun, toxic = [[0, 5, 9], [0, 6, 8, 4], [0, 17, 300]], [True, True, False]
     sets = {"mine": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}

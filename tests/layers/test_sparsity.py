@@ -39,6 +39,7 @@ def draw(sparsity, gate, steps):
 # --- random K -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "spread", "low", "high"), [(8, 2, 4, 12), (8, 1, 1, 16), (9, 2, 5, 13), (5, 8, 5, 5)])
 def test_random_k_covers_its_range_evenly(gate, k, spread, low, high):
     """``K^`` is uniform on ``{K - K // s, ..., K + K // s}`` (appendix C.2); never below one unit."""

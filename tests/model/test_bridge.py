@@ -45,6 +45,7 @@ def flat(result, prefix=""):
     return {prefix: result} if isinstance(result, int | float) else {}
 
 
+@pytest.mark.long
 def test_evaluating_a_bridge_gives_the_models_numbers(family, bridge, layers, masked):
     rows = np.random.default_rng(0).integers(1, 4096, (6, 16), dtype=np.int64)
     sets = {"both": layers, "sae": {1: layer_for(family, 1, "topk_sae")}}

@@ -288,6 +288,7 @@ def test_a_loaded_object_keeps_what_it_has(build_model, tokenizer):
     assert load_frozen(build_model("llama").to(torch.bfloat16)).module.dtype == torch.bfloat16
 
 
+@pytest.mark.long
 def test_gguf_file(tokenizer, ids, tmp_path):
     gguf = pytest.importorskip("gguf")
     module = _llama()

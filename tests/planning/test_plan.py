@@ -178,6 +178,7 @@ def test_batches_are_split_in_as_few_parts_as_fit(tmp_path: Path, monkeypatch: p
         prepare(config)
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_number_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path)
     monkeypatch.setattr(plan_module, "_fits", lambda plan: plan.accumulation == 2)
@@ -209,6 +210,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path, monkeypatch: 
         check_memory(config, beside)
 
 
+@pytest.mark.long
 def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
     config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:1])
     speeds = Speeds(products=1e9, rounded=4e9, base=2e9, copies=1e8, network=1e7)
@@ -299,6 +301,7 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
     assert list(_group_limits(root, tmp_path / "none")) == []
 
 
+@pytest.mark.long
 def test_speeds_and_free_disk_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "LENGTH", 0.01)
     cpu = torch.device("cpu")

@@ -95,6 +95,7 @@ def test_what_an_option_costs(shape: FrozenModel) -> None:
     assert longer[1][0].flops == pytest.approx(2 * plain[1][0].flops, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", LAYERS)
 def test_every_layer_can_be_planned(shape: FrozenModel, method: str) -> None:
     name = next(name for name, fields in VARIANTS.items() if fields["method"] == method)

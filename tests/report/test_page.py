@@ -86,6 +86,7 @@ def test_every_number_in_a_table_is_the_one_its_source_holds(run, page):
     assert seen > 150
 
 
+@pytest.mark.long
 def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
     titles = {
         "faithfulness": {"faithfulness"},
@@ -260,6 +261,7 @@ def test_thousands_of_units_fit_into_a_budget_and_the_page_says_what_it_leaves_o
         assert {int(n) for n in one["units"]} <= set(one["listed"])
 
 
+@pytest.mark.long
 def test_other_tools_numbers_and_promoted_tokens_are_folded_tables(run):
     (table,) = [p for p in faithfulness.section(read_run(run)).parts if p.kind == "table" and p.folded]
     head = [column.title for column in table.columns]
@@ -279,6 +281,7 @@ def test_other_tools_numbers_and_promoted_tokens_are_folded_tables(run):
     assert page.count("<details><summary>") >= 2 and "Peak by chance: 3.5" in page
 
 
+@pytest.mark.long
 def test_pages_of_results_without_them_have_neither(run, tmp_path):
     folder = tmp_path / "before"
     shutil.copytree(run, folder)

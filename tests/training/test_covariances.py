@@ -79,6 +79,7 @@ def test_a_cache_gives_the_same_bits(tmp_path, trained_gpt2):
         assert np.array_equal(live, read)
 
 
+@pytest.mark.long
 def test_training_begins_at_the_best_fit(tmp_path, trained_gpt2):
     """With a vanishing rate the trained layers are the fits of NumPy, made of the window's rows themselves."""
     folder = train(fitted(tmp_path, training={"lr": 1e-12, "warmup_steps": 0}), model=trained_gpt2)

@@ -275,6 +275,7 @@ def test_another_cache(cached, gpt2):
     refused(config, gpt2, "activation cache (hash of its cache.json) was ")
 
 
+@pytest.mark.long
 def test_a_cache_of_a_text_that_cannot_be_compared(cached, gpt2, monkeypatch):
     """Of a Hub dataset only the token ids tell: they are in the places that the shards and the state name."""
     config, live = cached

@@ -136,10 +136,12 @@ def check_recorded(model, ids, folder: Path, seen: dict, targets: str) -> None:
             assert torch.equal(stored, expected) and torch.equal(recorded, expected)
 
 
+@pytest.mark.long
 def test_a_block_learns_from_the_model_with_the_layers_below(gpt2, ids, noted):
     check_recorded(gpt2, ids, *noted, "same")
 
 
+@pytest.mark.long
 def test_targets_may_be_those_of_the_base_model(gpt2, ids, tmp_path, whole):
     config = config_of(tmp_path, training={"targets": "base"})
     check_recorded(gpt2, ids, config.folder, watched(config, gpt2, ids), "base")
@@ -293,6 +295,7 @@ def another_layer(config, name: str) -> None:
     save_layer(config.folder / name, layer.layer, layer.provenance)
 
 
+@pytest.mark.long
 def test_a_changed_layer_below_is_refused(stopped, gpt2):
     another_layer(stopped, "block0-tc-k4")
     with pytest.raises(

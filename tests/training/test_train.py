@@ -195,6 +195,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.long
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     config = small(tmp_path)
     folder = train(config)
@@ -232,6 +233,7 @@ def test_a_wrong_input_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("mxd.common.hardware")
 
@@ -274,6 +276,7 @@ def test_text_that_ends_early_saves_and_says_so(tmp_path: Path, monkeypatch: pyt
     assert provenance.tokens == metrics(config.folder)[-1]["tokens"] + 512 * (provenance.tokens // 512 % 2)
 
 
+@pytest.mark.long
 def test_accumulation_gives_the_whole_batch_gradient(tmp_path: Path) -> None:
     one = train(small(tmp_path, run="one"))
     four = train(small(tmp_path, run="four", training={"accumulation": 4}))
@@ -350,6 +353,7 @@ def test_reported_metrics_agree_with_numpy(tmp_path: Path, monkeypatch: pytest.M
     assert line["l0"] == pytest.approx((values > 0).sum(1).mean(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_dead_units_are_those_not_active_lately(tmp_path: Path) -> None:
     config = small(tmp_path, training={"tokens": 512 * 40, "dead_after": 512 * 2})
     folder = train(config)
@@ -368,6 +372,7 @@ def test_an_unknown_tracker_is_refused_and_a_known_one_runs(tmp_path: Path, monk
     assert (folder / "block2-mxd-k8").is_dir()
 
 
+@pytest.mark.long
 def test_local_text_and_no_mask(tmp_path: Path) -> None:
     text = tmp_path / "t.jsonl"
     from mxd.data.text import documents
@@ -409,6 +414,7 @@ def test_killed_before_the_first_state_starts_anew_and_equals_uninterrupted(tmp_
     assert_same_run(whole, config.folder)
 
 
+@pytest.mark.long
 def test_resuming_on_another_base_model_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path)
     train(config)
@@ -556,6 +562,7 @@ def test_tf32_is_for_the_run_alone_however_it_ends(
     assert settings.fp32_precision == "ieee"
 
 
+@pytest.mark.long
 def test_all_blocks_are_numbers_wherever_a_run_is_written_down(tmp_path: Path, gpt2: FrozenModel) -> None:
     """And its config goes on saying ``all``; a model of another depth would have other layers."""
     one = [{"method": "transcoder", "num_units": 64, "sparsity": {"kind": "topk", "k": 4}}]
