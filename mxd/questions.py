@@ -146,9 +146,9 @@ class ProbingConfig(Settings):
     """What do single units know?"""
 
     sets: Annotated[tuple[str, ...], Field(min_length=1), Parameter(name="--set")] = ("factbook", "languages", "gender")
-    """Labelled sets: bundled names (factbook, languages, gender); .csv, .json, .jsonl (each also .gz) or .parquet
-    files, folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches
-    more."""
+    """Labelled sets: bundled names (factbook, languages, gender); the MxD paper's, fetched from the Hub (paper:ag_news,
+    github-code, amazon_sentiment, europarl, bias_in_bios); .csv, .json, .jsonl (each also .gz) or .parquet files,
+    folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches more."""
     level: Literal["sample", "span", "token"] | None = None
     """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span`` (columns start and
     end: characters), or its last ``token``; by default the span where a set marks one, else the sample."""
