@@ -537,15 +537,60 @@ PROBING = (MEAN_F1, MEAN_F1_TRAIN, F1, F1_ALWAYS)
 
 # steering.json
 
-COHERENCE = Metric("coherence", "coherence", "{:.3f}", "mean over units: do the samples share a concept?", "higher")
-FLUENCY = Metric("fluency", "fluency", "{:.3f}", "mean over units: are they grammatical?", "higher")
-ASKED = Metric("asked", "asked", "{:.0f}", "questions to the judge")
+COHERENCE = Metric(
+    "coherence",
+    "coherence",
+    "{:.3f}",
+    "mean over units and judges: do the samples share a concept? Units that a judge did not rate are left out",
+    "higher",
+    error="coherence_se",
+)
+FLUENCY = Metric(
+    "fluency", "fluency", "{:.3f}", "mean over units and judges: are they grammatical?", "higher", error="fluency_se"
+)
+UNSTEERED_COHERENCE = Metric(
+    "unsteered_judged.coherence", "coherence, not steered", "{:.3f}", "the same of samples that are not steered"
+)
+UNSTEERED_FLUENCY = Metric("unsteered_judged.fluency", "fluency, not steered", "{:.3f}", "the same of these samples")
+ASKED = Metric("asked", "asked", "{:.0f}", "questions to judges about units")
 FAILURES = Metric("failures", "failures", "{:.0f}", "answers that could not be read; they count in no mean", "lower")
 DISAGREEMENTS = Metric(
-    "disagreements", "disagreements", "{:.0f}", "units on which the judge's answers differ much", "lower", "units"
+    "disagreements",
+    "disagreements",
+    "{:.0f}",
+    "units on which the answers of one judge, asked more than once, differ much",
+    "lower",
+    "units",
+)
+AGREEMENT = tuple(
+    metric
+    for axis in ("coherence", "fluency")
+    for metric in (
+        Metric(
+            f"agreement.*.{axis}.difference",
+            f"{axis}, difference",
+            "{:+.3f}",
+            "mean over units of the first judge's number less the second's",
+            error=f"agreement.*.{axis}.difference_se",
+        ),
+        Metric(
+            f"agreement.*.{axis}.spearman",
+            f"{axis}, rank correlation",
+            "{:+.2f}",
+            "Spearman's, of two judges' numbers over units; none where one of them always says the same",
+            "higher",
+        ),
+        Metric(
+            f"agreement.*.{axis}.chance",
+            f"{axis}, chance",
+            "{:.2f}",
+            "within plus and minus this lie 95% of the rank correlations of judges that know nothing of one another",
+        ),
+    )
 )
 
-STEERING = (COHERENCE, FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
+JUDGED = (COHERENCE, FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
+STEERING = (COHERENCE, FLUENCY, UNSTEERED_COHERENCE, UNSTEERED_FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
 
 # masking.json
 
@@ -897,7 +942,7 @@ METRICS = {
     "structure": STRUCTURE,
     "units": UNITS,
     "probing": PROBING,
-    "steering": STEERING,
+    "steering": (*STEERING, *AGREEMENT),
     "masking": (*MASKING, *BY_MASK, *TASKS, *KEPT),
     "purging": (*PURGING, *BY_MASK),
     "toxicity": (*TOXIC, PURGED, PURGED_SHARE, BY_CHANCE, *BY_MASK),

@@ -354,6 +354,8 @@ class SteeringConfig(Settings):
     """Whose input or output that is: the spliced replacement's (the paper's code), or the ``base`` MLP's."""
     repeats: PositiveInt = 1
     """Times each unit's texts are judged."""
+    rubric: Literal["paraphrase", "paper"] = "paraphrase"
+    """What judges are asked with: a ``paraphrase`` of the prompt of the MxD paper's, or its own words (app. D.1)."""
 
 
 class SubsetConfig(Settings):

@@ -45,7 +45,7 @@ COMMANDS = {
         [DEFAULTS.steering],
         {
             *("--scale", "--prompt", "--samples", "--tokens", "--temperature", "--top-p", "--frequency-penalty"),
-            *("--seed", "--on", "--repeats"),
+            *("--seed", "--on", "--repeats", "--rubric"),
         },
     ),
 }

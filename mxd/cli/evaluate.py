@@ -448,10 +448,10 @@ def steer(
     *checkpoints: str,
     units: str = f"0-{DEFAULTS.steering.first - 1}",
     how: Annotated[SteeringConfig, FLAT] = DEFAULTS.steering,
-    judge: str | None = None,
-    judge_model: str | None = None,
-    judge_key: str = "MXD_JUDGE_KEY",
-    judge_local: str | None = None,
+    judge: tuple[str, ...] = (),
+    judge_model: tuple[str, ...] = (),
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
+    judge_local: tuple[str, ...] = (),
     model: str | None = None,
     device: str = "auto",
     out: Path | None = None,
@@ -462,10 +462,11 @@ def steer(
         checkpoints: As for evaluate.
         units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
         how: The question's config.
-        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1.
-        judge_model: Model to ask there.
-        judge_key: Environment variable that holds the endpoint's key.
-        judge_local: Causal language model to judge instead, loaded like a base model.
+        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1; may be
+            repeated, for several judges.
+        judge_model: Model to ask there, one for each --judge, in the same order.
+        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
+        judge_local: Causal language model to judge as well or instead, loaded like a base model; may be repeated.
         model: Base model in place of the one named in the checkpoints.
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default steering.json in the first folder.
@@ -473,17 +474,20 @@ def steer(
     Raises:
         MxdError: a judge that is named only in part, or twice.
     """
-    if (judge is None) != (judge_model is None) or (judge is not None and judge_local is not None):
-        raise MxdError("give --judge URL with --judge-model NAME, or --judge-local MODEL alone.")
+    if len(judge) != len(judge_model) or len(judge_key) not in (1, len(judge)):
+        raise MxdError(
+            f"got {len(judge)} --judge, {len(judge_model)} --judge-model and {len(judge_key)} --judge-key: give each "
+            "--judge URL its --judge-model NAME, and one key for all or one for each; or --judge-local MODEL."
+        )
     named = None if units == f"0-{DEFAULTS.steering.first - 1}" else ranges("--units", units)
     subject = HeldOut(model=model, device=device).open("steer", checkpoints)
     from mxd.evaluation.judging import Endpoint, Judge, LocalJudge
     from mxd.evaluation.steering import answer, summary
 
-    rater: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
-    if judge is not None and judge_model is not None:
-        rater = Endpoint(judge, judge_model, judge_key)
-    results = answer(subject, how, named, rater)
+    keys = judge_key * len(judge) if len(judge_key) == 1 else judge_key
+    judges: list[Judge] = [Endpoint(*one) for one in zip(judge, judge_model, keys, strict=True)]
+    judges += [LocalJudge.load(source, device) for source in judge_local]
+    results = answer(subject, how, named, judges)
     say(summary(results["results"]))
     save(results, checkpoints, "steering", out)
 

@@ -251,9 +251,19 @@ def probed(rng: Any, name: str, n: int) -> dict[str, Any]:
 
 def steered(rng: Any, name: str, n: int) -> dict[str, Any]:
     unit = {"scale": 100.0, "samples": [f"Talk {EVIL}", "more"], "coherence": 0.5, "fluency": None, "failures": 1}
-    found = {"units": {"0": unit, "1": unit}, "prompt": "Let's talk about ", "judge": f"a judge {EVIL}"}
-    means = {"coherence": 0.625, "fluency": None, "asked": 20, "failures": 1, "disagreements": 0}
-    return found | means | {"unsteered": ["as it is"]}
+    judges = [f"a judge {EVIL}", "another"]
+    found = {"units": {"0": unit, "1": unit}, "prompt": "Let's talk about ", "judge": ", ".join(judges)}
+    means = {"coherence": 0.625, "coherence_se": 0.125, "fluency": 0.25 * (n % 4), "fluency_se": None}
+    means |= {"asked": 20, "failures": 1, "disagreements": 0}
+    pair = {"units": 2, "difference": -0.25, "difference_se": 0.125, "spearman": None, "chance": 0.875}
+    agreement = [{"judges": judges, "coherence": pair, "fluency": pair | {"spearman": 0.75}}]
+    found |= {
+        "judges": dict.fromkeys(judges, means | {"fluency": None}),
+        "agreement": agreement,
+        "rubric": "paraphrase",
+    }
+    still = {"coherence": 0.75, "fluency": 0.875}
+    return found | means | {"unsteered": ["as it is"], "unsteered_judged": still}
 
 
 def masked(rng: Any, name: str, n: int) -> dict[str, Any]:

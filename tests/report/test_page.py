@@ -16,12 +16,13 @@ from full_run import EVIL, fill, replacements
 
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
-from mxd.metrics import METRICS
+from mxd.metrics import METRICS, STEERING
 from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
+from mxd.report.parts import NOTHING
 from mxd.report.replacements import usual
 from mxd.report.run import read_run
-from mxd.report.sections import ablation, faithfulness, masking, similarity, structure, units, whole
+from mxd.report.sections import ablation, faithfulness, masking, similarity, steering, structure, units, whole
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 from mxd.report.tables import PLACES
@@ -336,6 +337,17 @@ def test_figures_are_after_the_papers_and_not_as_they_are(run):
     named = re.findall(r"(\w+) figures? \d+", twin)
     assert len(named) > 8 and set(named) == {"After"}
     assert "asked with a paraphrase of the paper's prompt" in twin
+
+
+def test_judges_have_a_point_for_each_method_a_table_each_and_their_agreement(run):
+    figure, said, each, agreed = steering.section(read_run(run)).parts[:4]
+    alt = figure.panels[0].alt
+    assert "MxD: 0.75 at 0.625; MxD (not steered): 0.875 at 0.75; TC: 0 at 0.625" in alt
+    assert [column.title for column in said.columns][2:6] == [m.title for m in STEERING[:4]]
+    assert [cell.text for cell in said.rows[0][2:6]] == ["0.625 ± 0.125", "0.000", "0.750", "0.875"]
+    assert len(each.rows) == 2 * len(agreed.rows) and each.rows[1][1].text == "another"
+    texts = [cell.text for cell in agreed.rows[0][2:]]
+    assert texts == ["-0.250 ± 0.125", NOTHING, "0.88", "-0.250 ± 0.125", "+0.75", "0.88"]
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):
