@@ -592,6 +592,42 @@ AGREEMENT = tuple(
 JUDGED = (COHERENCE, FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
 STEERING = (COHERENCE, FLUENCY, UNSTEERED_COHERENCE, UNSTEERED_FLUENCY, ASKED, FAILURES, DISAGREEMENTS)
 
+# explaining.json
+
+DECIDED = Metric(
+    "judges.*.accuracy",
+    "right",
+    "{:.1%}",
+    "share of a judge's answers that name the held-out text on which the unit fires, mean over units; 50% by chance",
+    "higher",
+    "share",
+    error="judges.*.accuracy_se",
+)
+EXPLAINED = Metric(
+    "judges.*.score",
+    "score",
+    "{:+.3f}",
+    "twice that less 1: 0 by chance, 1 at best",
+    "higher",
+    error="judges.*.score_se",
+)
+EXPLAINED_BY_OTHER = Metric(
+    "judges.*.control_score",
+    "score, other unit",
+    "{:+.3f}",
+    "the same with the explanation of another unit of the layer",
+    error="judges.*.control_score_se",
+)
+BEYOND_OTHER = Metric(
+    "judges.*.beyond", "beyond it", "{:+.3f}", "mean over units of the difference", "higher", error="judges.*.beyond_se"
+)
+EXPLAINING_ASKED = Metric("judges.*.asked", "asked", "{:.0f}", "questions to the judge, half of them of the control")
+UNDECIDED = Metric(
+    "judges.*.failures", "failures", "{:.0f}", "answers that are neither A nor B; they count in no mean", "lower"
+)
+
+EXPLAINING = (BEYOND_OTHER, EXPLAINED, EXPLAINED_BY_OTHER, DECIDED, EXPLAINING_ASKED, UNDECIDED)
+
 # masking.json
 
 OWN = Metric("target", "own domain", "{:+.4f}", "mean change on the masked domain itself", "higher", "nats")
@@ -943,6 +979,7 @@ METRICS = {
     "units": UNITS,
     "probing": PROBING,
     "steering": (*STEERING, *AGREEMENT),
+    "explaining": EXPLAINING,
     "masking": (*MASKING, *BY_MASK, *TASKS, *KEPT),
     "purging": (*PURGING, *BY_MASK),
     "toxicity": (*TOXIC, PURGED, PURGED_SHARE, BY_CHANCE, *BY_MASK),

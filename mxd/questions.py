@@ -45,7 +45,7 @@ Question = Literal[
 SubsetMode = Literal["token", "whole", "prefix", "global"]
 """Where the units of a subset are chosen: at each token, in each text, in its first half, or in a corpus."""
 
-RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "tuned")
+RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "explaining", "tuned")
 """The results that a run's folder may hold, each in a JSON file of its name."""
 
 PROMPTS = (
@@ -127,6 +127,25 @@ class UnitsConfig(Settings):
     """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
     seed: NonNegativeInt = 0
     """Draws the contexts."""
+
+
+class ExplainingConfig(Settings):
+    """What does the model itself say a unit means? Not among `mxd compare`'s questions: few models can be asked."""
+
+    tokens: PositiveInt = 65_536
+    """Positions to read: the units are explained from one half, and judges decide on the other."""
+    top: PositiveInt = 10
+    """Units of each layer to explain where none are named: those that add most to the output."""
+    words: PositiveInt = 10
+    """Tokens on which a unit fires most, whose mean embedding is explained."""
+    contexts: PositiveInt = 2
+    """Held-out texts with the unit, each beside one without, that judges are asked about."""
+    new_tokens: PositiveInt = 30
+    """Tokens of an explanation."""
+    shared: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Units active at more than this share of the tokens count as shared, and are not explained."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, the texts without a unit and the units whose explanations are the control."""
 
 
 class StructureConfig(Settings):
@@ -408,6 +427,7 @@ class EvaluationConfig(Settings):
 
 
 DEFAULTS, PURGING, UNDER_MASK = EvaluationConfig(), PurgingConfig(), UnderMaskConfig()
+EXPLAINING = ExplainingConfig()
 
 
 def checked(kind: type[S], **fields: Any) -> S:

@@ -72,6 +72,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "steering": steered,
         "masking": masked,
         "purging": purged,
+        "explaining": explained,
         "toxicity": toxic,
         "ablation": dropped,
         "subset": limited,
@@ -264,6 +265,21 @@ def steered(rng: Any, name: str, n: int) -> dict[str, Any]:
     }
     still = {"coherence": 0.75, "fluency": 0.875}
     return found | means | {"unsteered": ["as it is"], "unsteered_judged": still}
+
+
+def explained(rng: Any, name: str, n: int) -> dict[str, Any]:
+    unit = {"tokens": [f" tok{EVIL}", "en"], "explanations": [f"It means {EVIL}", "more", ""]}
+    one = {
+        "accuracy": 0.75,
+        "accuracy_se": 0.125,
+        "score": 0.5,
+        "score_se": 0.25,
+        "units": 2,
+        "asked": 24,
+        "failures": 1,
+    }
+    one |= {"control_score": 0.375, "control_score_se": 0.25, "beyond": 0.125, "beyond_se": None}
+    return {"units": {"0": unit, "7": unit}, "left_out": 1, "judges": {f"a judge {EVIL}": one} if n % 2 else {}}
 
 
 def masked(rng: Any, name: str, n: int) -> dict[str, Any]:

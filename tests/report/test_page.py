@@ -99,6 +99,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "steering": {"steering"},
         "masking": {"masking", "under_mask"},
         "purging": {"masking"},
+        "explaining": {"explaining"},
         "toxicity": {"toxicity"},
         "ablation": {"ablation"},
         "subset": {"subset"},

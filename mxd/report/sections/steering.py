@@ -127,9 +127,9 @@ def _figure(results: Results) -> Figure:
                 Point(x.number(), y.number(), source=y.source) for x, y in ends if x is not None and y is not None
             ]
             drawn.append(Line(keys[name], [p for p in points if math.isfinite(p.x + p.y)], joined=False))
-    axes = (Axis(metric.label, low=0.0, high=1.0) for metric in (COHERENCE, FLUENCY))
+    across, up = (Axis(metric.label, low=0.0, high=1.0) for metric in (COHERENCE, FLUENCY))
     caption = (
         "Up and to the right is better. Samples that are not steered share their prompt and are fluent: units should "
         "add to their coherence without losing fluency. After figure 5 of the MxD paper."
     )
-    return Figure(caption, [lines("coherence and fluency", *axes, drawn)], list(keys.values()))
+    return Figure(caption, [lines("coherence and fluency", across, up, drawn)], list(keys.values()))
