@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.evaluation.judging import GIVE_UP, Judge, NoAnswer
 
@@ -37,15 +36,10 @@ def decided(results: Mapping[str, dict[str, Any]], judges: Sequence[Judge], seed
         results: name -> ``units``: for each ``explanations`` and ``pairs``; changed. Every unit gets, and so does the
             whole, under ``judges`` what ``scored`` returns for each judge; a unit under ``other`` the unit whose
             explanations were its control.
-        judges: who decides.
+        judges: who decides; no two of one name (``check_judges``).
         seed: draws the other units.
-
-    Raises:
-        MxdError: two judges of one name.
     """
     names = [judge.name for judge in judges]
-    if len(set(names)) < len(names):
-        raise MxdError(f"two judges are the same ({', '.join(names)}); name each once.")
     pairs = [unit for result in results.values() for unit in result["units"].values()]
     total = len(judges) * sum(2 * len(unit["explanations"]) * len(unit["pairs"]) for unit in pairs)
     with progress("judging explanations", total, "questions") as advance:

@@ -20,7 +20,7 @@ from mxd.common.progress import progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.deciding import decided
-from mxd.evaluation.judging import Judge
+from mxd.evaluation.judging import Judge, check_judges
 from mxd.evaluation.units import WINDOW, contributing, token_strings
 from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel
@@ -90,6 +90,7 @@ def evaluate_explaining(
         MxdError: not an instruct model, no such unit, too short a text, layers of another model, or two judges of one
             name.
     """
+    check_judges(judges)
     template = _template(model)
     for name, trained in layers.items():
         wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]

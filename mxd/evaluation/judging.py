@@ -264,3 +264,14 @@ class LocalJudge:
             raise NoAnswer("prompt too long") from None
         end = added.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in added else None
         return tokenizer.decode(added[:end], skip_special_tokens=True)
+
+
+def check_judges(judges: Sequence[Judge]) -> None:
+    """Check that judges can be told apart.
+
+    Raises:
+        MxdError: two of one name.
+    """
+    names = [judge.name for judge in judges]
+    if len(set(names)) < len(names):
+        raise MxdError(f"two judges are the same ({', '.join(names)}); name each once.")

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from mxd.common.errors import MxdError
 from mxd.common.progress import progress
 from mxd.evaluation.judging import GIVE_UP, Judge, Verdict, judged
 
@@ -29,19 +28,12 @@ def judge_all(
 
     Args:
         results: name -> results of steering, which are changed.
-        judges: who is asked.
+        judges: who is asked; no two of one name (``check_judges``).
         prompt: the text that all samples continue.
         repeats: how often each judge is asked about each collection.
         rubric: with which words (``RUBRICS``).
-
-    Raises:
-        MxdError: two judges of one name.
     """
     names = [judge.name for judge in judges]
-    if len(set(names)) < len(names):
-        raise MxdError(
-            f"two judges are the same ({', '.join(names)}); name each once, and ask it twice by --repeats 2."
-        )
     silent = dict.fromkeys(names, 0)
 
     def ask(samples: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued
-from mxd.evaluation.judging import Judge
+from mxd.evaluation.judging import Judge, check_judges
 from mxd.evaluation.panel import judge_all
 from mxd.layers import ReplacementLayer
 from mxd.layers.gates import ConstantGate
@@ -88,6 +88,7 @@ def evaluate_steering(
             are the same; at the output, layers that are not additive; at the input, layers that read the MLP's output
             or have no gate rows.
     """
+    check_judges(judges)
     for name, trained in layers.items():
         _check_input(name, trained.layer) if how.at == "input" else trained.layer.check_additive()
     ids = _prompt(model, how, bos)

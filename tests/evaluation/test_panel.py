@@ -5,8 +5,10 @@ import pytest
 from scipy.stats import rankdata, spearmanr
 
 from mxd.common.errors import MxdError
+from mxd.evaluation.explaining import evaluate_explaining
 from mxd.evaluation.judging import RUBRICS, NoAnswer, judge_prompt
 from mxd.evaluation.panel import combined, judge_all, panel, ranks, spearman
+from mxd.evaluation.steering import evaluate_steering
 
 
 class Scripted:
@@ -103,9 +105,14 @@ def test_one_judge_that_falls_silent_is_not_asked_on_while_the_other_is():
     }
 
 
-def test_the_same_judge_twice_is_refused():
-    with pytest.raises(MxdError, match=r"two judges are the same \(one, one\); .*--repeats 2"):
-        judge_all(steered(1), [Scripted("one"), Scripted("one")], "", 1, "paraphrase")
+def test_the_same_judge_twice_is_refused_before_any_work(gpt2):
+    twice = [Scripted("one"), Scripted("one")]
+    for asking in (
+        lambda: evaluate_steering(gpt2, {}, judges=twice),
+        lambda: evaluate_explaining(gpt2, {}, lambda start: iter(()), judges=twice),
+    ):
+        with pytest.raises(MxdError, match=r"two judges are the same \(one, one\); name each once"):
+            asking()
 
 
 def test_the_papers_words_have_its_anchors_and_are_not_ours():

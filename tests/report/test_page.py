@@ -22,7 +22,17 @@ from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.parts import NOTHING
 from mxd.report.replacements import usual
 from mxd.report.run import read_run
-from mxd.report.sections import ablation, faithfulness, masking, similarity, steering, structure, units, whole
+from mxd.report.sections import (
+    ablation,
+    explaining,
+    faithfulness,
+    masking,
+    similarity,
+    steering,
+    structure,
+    units,
+    whole,
+)
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 from mxd.report.tables import PLACES
@@ -349,6 +359,16 @@ def test_judges_have_a_point_for_each_method_a_table_each_and_their_agreement(ru
     assert len(each.rows) == 2 * len(agreed.rows) and each.rows[1][1].text == "another"
     texts = [cell.text for cell in agreed.rows[0][2:]]
     assert texts == ["-0.250 ± 0.125", NOTHING, "0.88", "-0.250 ± 0.125", "+0.75", "0.88"]
+
+
+def test_explanations_are_shown_with_what_they_are_worth_beyond_another_units(run):
+    table, *said = explaining.section(read_run(run)).parts
+    assert [column.title for column in table.columns][2:6] == ["units", "beyond it", "score", "score, other unit"]
+    assert [cell.text for cell in table.rows[0][2:]] == [
+        *("2", "+0.125", "+0.500 ± 0.250", "+0.375 ± 0.250"),
+        *("75.0% ± 12.5%", "24", "1"),
+    ]
+    assert len(table.rows) == 3 and {part.kind for part in said} == {"samples"} and len(said) == 2 * 3
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):
