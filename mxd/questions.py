@@ -45,7 +45,7 @@ Question = Literal[
 SubsetMode = Literal["token", "whole", "prefix", "global"]
 """Where the units of a subset are chosen: at each token, in each text, in its first half, or in a corpus."""
 
-RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "tuned")
+RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "explaining", "tuned")
 """The results that a run's folder may hold, each in a JSON file of its name."""
 
 PROMPTS = (
@@ -129,6 +129,25 @@ class UnitsConfig(Settings):
     """Draws the contexts."""
 
 
+class ExplainingConfig(Settings):
+    """What does the model itself say a unit means? Not among `mxd compare`'s questions: few models can be asked."""
+
+    tokens: PositiveInt = 65_536
+    """Positions to read: the units are explained from one half, and judges decide on the other."""
+    top: PositiveInt = 10
+    """Units of each layer to explain where none are named: those that add most to the output."""
+    words: PositiveInt = 10
+    """Tokens on which a unit fires most, whose mean embedding is explained."""
+    contexts: PositiveInt = 2
+    """Held-out texts with the unit, each beside one without, that judges are asked about."""
+    new_tokens: PositiveInt = 30
+    """Tokens of an explanation."""
+    shared: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Units active at more than this share of the tokens count as shared, and are not explained."""
+    seed: NonNegativeInt = 0
+    """Draws the order of the text, the texts without a unit and the units whose explanations are the control."""
+
+
 class StructureConfig(Settings):
     """What rank do units have, and which of them lead?"""
 
@@ -146,9 +165,9 @@ class ProbingConfig(Settings):
     """What do single units know?"""
 
     sets: Annotated[tuple[str, ...], Field(min_length=1), Parameter(name="--set")] = ("factbook", "languages", "gender")
-    """Labelled sets: bundled names (factbook, languages, gender); .csv, .json, .jsonl (each also .gz) or .parquet
-    files, folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches
-    more."""
+    """Labelled sets: bundled names (factbook, languages, gender); the MxD paper's, fetched from the Hub (paper:ag_news,
+    github-code, amazon_sentiment, europarl, bias_in_bios); .csv, .json, .jsonl (each also .gz) or .parquet files,
+    folders of them or patterns ('folder/*.csv'); Hub datasets. `python scripts/fetch_probing.py` fetches more."""
     level: Literal["sample", "span", "token"] | None = None
     """What is probed: the mean over a text's tokens (``sample``), over those of its marked ``span`` (columns start and
     end: characters), or its last ``token``; by default the span where a set marks one, else the sample."""
@@ -354,6 +373,8 @@ class SteeringConfig(Settings):
     """Whose input or output that is: the spliced replacement's (the paper's code), or the ``base`` MLP's."""
     repeats: PositiveInt = 1
     """Times each unit's texts are judged."""
+    rubric: Literal["paraphrase", "paper"] = "paraphrase"
+    """What judges are asked with: a ``paraphrase`` of the prompt of the MxD paper's, or its own words (app. D.1)."""
 
 
 class SubsetConfig(Settings):
@@ -406,6 +427,7 @@ class EvaluationConfig(Settings):
 
 
 DEFAULTS, PURGING, UNDER_MASK = EvaluationConfig(), PurgingConfig(), UnderMaskConfig()
+EXPLAINING = ExplainingConfig()
 
 
 def checked(kind: type[S], **fields: Any) -> S:

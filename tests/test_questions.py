@@ -10,13 +10,27 @@ from mxd.cli import evaluate as commands
 from mxd.cli import shared
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
-from mxd.questions import DEFAULTS, PURGING, UNDER_MASK, EvaluationConfig, ProbingConfig, Settings, changed, checked
+from mxd.questions import (
+    DEFAULTS,
+    EXPLAINING,
+    PURGING,
+    UNDER_MASK,
+    EvaluationConfig,
+    ProbingConfig,
+    Settings,
+    changed,
+    checked,
+)
 
 COMMANDS = {
     "evaluate": ([DEFAULTS.faithfulness], {"--tokens", "--seed"}),
     "generate": ([DEFAULTS.generation], {"--limit", "--words", "--tokens", "--seed"}),
     "whole": ([DEFAULTS.whole], {"--tokens", "--draws", "--limit", "--words", "--new-tokens", "--seed"}),
     "units": ([DEFAULTS.units], {"--tokens", "--top", "--contexts", "--shared", "--neurons", "--seed"}),
+    "explain": (
+        [EXPLAINING],
+        {"--tokens", "--top", "--words", "--contexts", "--new-tokens", "--shared", "--seed"},
+    ),
     "structure": ([DEFAULTS.structure], {"--tokens", "--experts", "--prompt", "--seed"}),
     "probe": (
         [DEFAULTS.probing],
@@ -45,7 +59,7 @@ COMMANDS = {
         [DEFAULTS.steering],
         {
             *("--scale", "--prompt", "--samples", "--tokens", "--temperature", "--top-p", "--frequency-penalty"),
-            *("--seed", "--on", "--repeats"),
+            *("--seed", "--on", "--repeats", "--rubric"),
         },
     ),
 }

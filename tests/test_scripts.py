@@ -417,3 +417,74 @@ def test_soft_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> No
     assert [list(row["runs"][0]["k"]) for row in found["digits"]] == [["2", "1"], ["4", "2", "1"]]
     out = capsys.readouterr().out
     assert "(46.6%)" in out and "| 2 x 5 | 10 |" in out
+
+
+def test_cut_weights_are_the_best_of_their_rank_and_the_control_is_not() -> None:
+    """Eckart and Young: what is lost is the singular values left out, in NumPy's numbers; the control loses more."""
+    import torch
+
+    study = script("rank_study")
+    for shape in ((12, 5), (5, 12)):
+        weight = torch.from_numpy(np.random.default_rng(0).normal(size=shape)).float()
+        values = np.linalg.svd(weight.numpy(), compute_uv=False)
+        for rank in (1, 3, 5):
+            best = study.truncated(weight, rank).numpy()
+            control = study.projected(7)(weight, rank).numpy()
+            lost = weight.numpy() - best
+            assert np.linalg.matrix_rank(best, tol=1e-4) == np.linalg.matrix_rank(control, tol=1e-4) == rank
+            assert (lost**2).sum() == pytest.approx((values[rank:] ** 2).sum(), rel=1e-5, abs=1e-9)
+            assert np.linalg.norm(lost, 2) == pytest.approx(values[rank] if rank < 5 else 0, abs=1e-5)
+            other = ((weight.numpy() - control) ** 2).sum()
+            assert other > 1.01 * (lost**2).sum() if rank < 5 else other == pytest.approx(0, abs=1e-9)
+    drawn = torch.eye(40)
+    assert float(study.projected(0)(drawn, 10).square().sum()) == pytest.approx(10, rel=1e-4)
+
+
+@pytest.mark.long
+def test_rank_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """A GLU, its gate too: at full rank nothing changes; the table says what is kept."""
+    words = "tiny-llama --layers 1 2 --shares 0.25 1 --tokens 256 --context 64"
+    found = run(monkeypatch, tmp_path, "rank_study", *words.split())
+    rows = {(row["blocks"], row["share"]): row for row in found["rows"]}
+    assert set(rows) == {(name, share) for name in ("1", "2", "all") for share in (0.25, 1.0)}
+    for (name, share), row in rows.items():
+        assert set(row["ranks"]) == {"encoder", "encoder_glu", "decoder"}
+        if share == 1:
+            assert row["energy"] == pytest.approx(1) and row["weights"] > 1
+            for kind in ("svd", "random"):
+                assert row[kind]["ce_increase"] == pytest.approx(0, abs=1e-6), name
+                assert row[kind]["normalized_mse"] < 1e-9
+        else:
+            assert 0 < row["svd"]["ce_increase"] < row["random"]["ce_increase"]
+            assert 0 < row["svd"]["normalized_mse"] < row["random"]["normalized_mse"] and row["energy"] < 1
+    assert rows["all", 0.25]["svd"]["ce_increase"] > rows["1", 0.25]["svd"]["ce_increase"]
+    assert "| all | 0.25 |" in capsys.readouterr().out
+
+
+def test_all_maps_of_an_mlp_are_cut() -> None:
+    """By hand, from the module's own weights; the biases stay."""
+    import torch
+
+    from mxd.model.loading import load_frozen
+
+    study = script("rank_study")
+    for name, activation in (("tiny-llama", torch.nn.SiLU()), ("tiny-gpt2", torch.nn.GELU(approximate="tanh"))):
+        model = load_frozen(name)
+        mlp, cut = model.mlp(1), study.LowRankMLP(model, 1, 0.3, study.truncated)
+        x = torch.randn(5, model.mlp_shape(1).d_in, generator=torch.Generator().manual_seed(0))
+
+        def low(weight):
+            u, s, v = np.linalg.svd(weight.detach().double().numpy(), full_matrices=False)
+            rank = round(0.3 * len(s))
+            return torch.from_numpy((u[:, :rank] * s[:rank]) @ v[:rank]).float()
+
+        if name == "tiny-llama":
+            gate, up, down = (low(linear.weight) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+            expected = (activation(x @ gate.T) * (x @ up.T)) @ down.T
+        else:
+            first, second = mlp.c_fc, mlp.c_proj
+            expected = activation(x @ low(first.weight) + first.bias) @ low(second.weight) + second.bias
+        torch.testing.assert_close(cut(x), expected, rtol=1e-4, atol=1e-5)
+        maps = [p for p in mlp.parameters() if p.ndim == 2]
+        stored = sum(round(0.3 * min(p.shape)) * sum(p.shape) for p in maps) / sum(p.numel() for p in maps)
+        assert cut.weights == pytest.approx(stored)

@@ -4,7 +4,7 @@ The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -12,11 +12,13 @@ from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, app, fraction, numbers, rang
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
+    EXPLAINING,
     PURGING,
     UNDER_MASK,
     AblationConfig,
     ClassifierConfig,
     EndpointConfig,
+    ExplainingConfig,
     FaithfulnessConfig,
     GenerationConfig,
     MaskingConfig,
@@ -34,6 +36,9 @@ from mxd.questions import (
     changed,
     checked,
 )
+
+if TYPE_CHECKING:
+    from mxd.evaluation.judging import Judge
 
 
 @app.command
@@ -168,6 +173,46 @@ def units(
     for name, result in results["results"].items():
         show(*unit_lines(name, result))
     save(results, checkpoints, "units", out)
+
+
+@app.command
+def explain(
+    *checkpoints: str,
+    units: str | None = None,
+    how: Annotated[ExplainingConfig, FLAT] = EXPLAINING,
+    judge: tuple[str, ...] = (),
+    judge_model: tuple[str, ...] = (),
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
+    judge_local: tuple[str, ...] = (),
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Ask an instruct model what its units mean, and have a judge tell by the answer on which text a unit fires.
+
+    Args:
+        checkpoints: As for evaluate.
+        units: Units to explain, 3,17; by default those that add most to the output.
+        how: The question's config.
+        judge: OpenAI-compatible endpoint that decides, such as https://api.example.com/v1; may be repeated.
+        judge_model: Model to ask there, one for each --judge, in the same order.
+        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
+        judge_local: Causal language model to decide as well or instead, loaded like a base model; may be repeated.
+        on: The text and the base model.
+        out: JSON file; by default explaining.json in the first folder.
+
+    Raises:
+        MxdError: a judge that is named only in part.
+    """
+    _check_judges(judge, judge_model, judge_key)
+    named = numbers("--units", units, int) if units is not None else None
+    subject = on.open("explain", checkpoints)
+    from mxd.evaluation.explaining import answer
+    from mxd.report.terminal import explained_lines
+
+    results = answer(subject, how, named, _judges(judge, judge_model, judge_key, judge_local, on.device))
+    for name, result in results["results"].items():
+        say("\n".join(explained_lines(name, result)))
+    save(results, checkpoints, "explaining", out)
 
 
 @app.command
@@ -448,10 +493,10 @@ def steer(
     *checkpoints: str,
     units: str = f"0-{DEFAULTS.steering.first - 1}",
     how: Annotated[SteeringConfig, FLAT] = DEFAULTS.steering,
-    judge: str | None = None,
-    judge_model: str | None = None,
-    judge_key: str = "MXD_JUDGE_KEY",
-    judge_local: str | None = None,
+    judge: tuple[str, ...] = (),
+    judge_model: tuple[str, ...] = (),
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
+    judge_local: tuple[str, ...] = (),
     model: str | None = None,
     device: str = "auto",
     out: Path | None = None,
@@ -462,10 +507,11 @@ def steer(
         checkpoints: As for evaluate.
         units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
         how: The question's config.
-        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1.
-        judge_model: Model to ask there.
-        judge_key: Environment variable that holds the endpoint's key.
-        judge_local: Causal language model to judge instead, loaded like a base model.
+        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1; may be
+            repeated, for several judges.
+        judge_model: Model to ask there, one for each --judge, in the same order.
+        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
+        judge_local: Causal language model to judge as well or instead, loaded like a base model; may be repeated.
         model: Base model in place of the one named in the checkpoints.
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default steering.json in the first folder.
@@ -473,19 +519,38 @@ def steer(
     Raises:
         MxdError: a judge that is named only in part, or twice.
     """
-    if (judge is None) != (judge_model is None) or (judge is not None and judge_local is not None):
-        raise MxdError("give --judge URL with --judge-model NAME, or --judge-local MODEL alone.")
+    _check_judges(judge, judge_model, judge_key)
     named = None if units == f"0-{DEFAULTS.steering.first - 1}" else ranges("--units", units)
     subject = HeldOut(model=model, device=device).open("steer", checkpoints)
-    from mxd.evaluation.judging import Endpoint, Judge, LocalJudge
     from mxd.evaluation.steering import answer, summary
 
-    rater: Judge | None = LocalJudge.load(judge_local, device) if judge_local is not None else None
-    if judge is not None and judge_model is not None:
-        rater = Endpoint(judge, judge_model, judge_key)
-    results = answer(subject, how, named, rater)
+    judges = _judges(judge, judge_model, judge_key, judge_local, device)
+    results = answer(subject, how, named, judges)
     say(summary(results["results"]))
     save(results, checkpoints, "steering", out)
+
+
+def _check_judges(judge: tuple[str, ...], judge_model: tuple[str, ...], judge_key: tuple[str, ...]) -> None:
+    if len(judge) != len(judge_model) or len(judge_key) not in (1, len(judge)):
+        raise MxdError(
+            f"got {len(judge)} --judge, {len(judge_model)} --judge-model and {len(judge_key)} --judge-key: give each "
+            "--judge URL its --judge-model NAME, and one key for all or one for each; or --judge-local MODEL."
+        )
+
+
+def _judges(
+    judge: tuple[str, ...],
+    judge_model: tuple[str, ...],
+    judge_key: tuple[str, ...],
+    judge_local: tuple[str, ...],
+    device: str,
+) -> "list[Judge]":
+    """Return the judges that were named."""
+    from mxd.evaluation.judging import Endpoint, LocalJudge
+
+    keys = judge_key * len(judge) if len(judge_key) == 1 else judge_key
+    judges: list[Judge] = [Endpoint(*one) for one in zip(judge, judge_model, keys, strict=True)]
+    return judges + [LocalJudge.load(source, device) for source in judge_local]
 
 
 @app.command

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
 from mxd.common.parsing import without_surrogates
+from mxd.data.presets import PREFIX, preset_texts
 from mxd.data.tables import TABLES, Located, check_columns, file_rows, hub_rows, hub_table, local_files, stem_of
 from mxd.questions import DEFAULTS, PURGING
 
@@ -29,6 +30,8 @@ class LabelledTexts:
     spans: list[tuple[int, int]] | None = None
     """The part of each text that its label describes, if not the whole text: its first character, and the one after its
     last."""
+    side: Literal["first", "last"] | None = None
+    """Which tokens of a longer text are read; by default as the level says."""
 
     @property
     def level(self) -> str:
@@ -53,7 +56,8 @@ def labelled_texts(
     ``start`` and ``end``, where there are both, say which characters the label describes, those of a name for example.
 
     Args:
-        source: a bundled name (``factbook``, ``languages``, ``gender``); a local ``.csv``, ``.json``, ``.jsonl`` (each
+        source: a bundled name (``factbook``, ``languages``, ``gender``); one of the MxD paper's sets, ``paper:NAME``,
+            whose columns and split are known; a local ``.csv``, ``.json``, ``.jsonl`` (each
             also with ``.gz`` after it) or ``.parquet`` file, a folder of them or a pattern (``folder/*.jsonl.gz``); or
             a Hub dataset, ``org/name[:config][@revision]``.
         text_column: the field that holds the text.
@@ -67,12 +71,16 @@ def labelled_texts(
     source = str(source)
     if source in BUNDLED_SETS:
         return _checked(source, file_rows([bundled(f"probing/{source}.parquet")]), "text", "label")
+    if source.startswith(PREFIX):
+        texts, labels, side = preset_texts(source.removeprefix(PREFIX))
+        return LabelledTexts(source, [without_surrogates(text) for text in texts], labels, side=side)
     if files := local_files(source, "labelled texts"):
         name = stem_of(files[0]) if len(files) == 1 else source
         return _checked(name, file_rows(files), text_column, label_column)
     if "/" not in source:
         raise MxdError(
-            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give a file, folder or pattern of "
+            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give one of the MxD "
+            "paper's, such as paper:ag_news, a file, folder or pattern of "
             f"{', '.join(TABLES)} (`python scripts/fetch_probing.py` fetches some) or a Hub dataset, "
             "org/name[:config][@revision]."
         )

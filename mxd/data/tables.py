@@ -115,7 +115,7 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
     """Load a split of a dataset on the Hub: ``datasets.Dataset``, or ``datasets.IterableDataset`` with ``streaming``.
 
     Args:
-        source: ``org/name[:config][@revision]``.
+        source: ``org/name[:config][@revision]``, or Parquet files of a dataset (``hf://datasets/org/name/*.parquet``).
         split: one of the dataset's splits.
         instead: other valid sources, for the message.
         streaming: read it as it comes, without downloading it whole.
@@ -128,6 +128,8 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
     address, _, revision = source.partition("@")
     name, _, subset = address.partition(":")
     options = {"revision": revision} if revision else {}
+    if source.startswith("hf://"):
+        name, subset, options = "parquet", "", {"data_files": source}
     try:
         return datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script

@@ -1,7 +1,7 @@
 """Language models as judges of texts that were generated under the influence of a unit.
 
 A judge rates each collection for concept coherence and grammatical fluency, from 0 to 1. It is asked with a paraphrase
-of the prompt of the MxD paper (arXiv 2505.21364, app. D.1), not its exact words (``INSTRUCTIONS``). Its answer must be
+of the prompt of the MxD paper (arXiv 2505.21364, app. D.1), or with its very words (``RUBRICS``). Its answer must be
 two numbers as in "0.75, 0.50". Anything else is a failure: counted, and never replaced by a number.
 """
 
@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -18,12 +18,11 @@ import httpx
 import numpy as np
 
 from mxd.common.errors import MxdError
-from mxd.common.progress import progress
 from mxd.evaluation.generation import greedy
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 
-INSTRUCTIONS = """You are an expert evaluator of synthetic text.
+PARAPHRASE = """You are an expert evaluator of synthetic text.
 
 TASK: Rate a collection of {count} samples along two independent axes.
 
@@ -51,6 +50,28 @@ TEXT TO EVALUATE:
 {samples}"""
 """A paraphrase of the prompt of the paper's judges (app. D.1): the same axes, anchors and form of answer in other
 words, so a judge may give other numbers than it would with the paper's prompt."""
+PAPER = """You are an expert evaluator of synthetic text.
+TASK: Rate a collection of {count} samples along two independent axes.
+AXIS 1 – CONCEPT COHERENCE:
+0.00 no shared concepts/themes/style.
+0.25 faint overlap.
+0.50 some overlap or similar structure.
+0.75 mostly the same concepts or structure; a few partial drifts.
+1.00 all snippets clearly share the same concepts, themes, style, or structure.
+AXIS 2 – GRAMMATICAL FLUENCY:
+0.00 incomprehensible.
+0.25 dense errors; meaning often obscured.
+0.50 frequent errors; meaning still mostly recoverable.
+0.75 minor errors that rarely hinder comprehension.
+1.00 completely grammatical and natural.
+(Do not penalise fluency if a snippet starts or ends abruptly.).
+SCORING: Choose any real value in [0, 1] for each axis.
+OUTPUT FORMAT: Respond with exactly two numbers formatted ‘0.00, 0.00’ in the order [coherence, fluency] and no other \
+text or symbols.
+TEXT TO EVALUATE: {samples}"""
+"""The paper's own words, as printed; its line breaks, it says, are there to be read, and its samples' form is not."""
+RUBRICS = {"paraphrase": PARAPHRASE, "paper": PAPER}
+"""What judges may be asked with."""
 ANSWER = re.compile(r"([01]\.\d\d), ([01]\.\d\d)")
 DISAGREEMENT = 0.25
 """Repeats whose answers lie at least one anchor apart on an axis disagree."""
@@ -104,21 +125,22 @@ def read_answer(answer: str) -> tuple[float, float] | None:
     return (coherence, fluency) if max(coherence, fluency) <= 1 else None
 
 
-def judge_prompt(samples: Sequence[str]) -> str:
-    """Return what a judge is asked about a collection, after app. D.1 of the paper."""
+def judge_prompt(samples: Sequence[str], rubric: str = "paraphrase") -> str:
+    """Return what a judge is asked about a collection, with the words of one of ``RUBRICS``."""
     marked = "\n".join(f"<sample>{sample}</sample>" for sample in samples)
-    return INSTRUCTIONS.format(count=len(samples), samples=marked)
+    return RUBRICS[rubric].format(count=len(samples), samples=marked)
 
 
-def judged(judge: Judge, samples: Sequence[str], repeats: int = 1) -> Verdict:
+def judged(judge: Judge, samples: Sequence[str], repeats: int = 1, rubric: str = "paraphrase") -> Verdict:
     """Ask a judge about a collection of texts.
 
     Args:
         judge: who is asked.
         samples: the texts.
         repeats: how often it is asked.
+        rubric: with which words, one of ``RUBRICS``.
     """
-    verdict, prompt = Verdict(), judge_prompt(samples)
+    verdict, prompt = Verdict(), judge_prompt(samples, rubric)
     for _ in range(repeats):
         try:
             answer = read_answer(judge(prompt))
@@ -244,39 +266,12 @@ class LocalJudge:
         return tokenizer.decode(added[:end], skip_special_tokens=True)
 
 
-def judge_all(results: Mapping[str, dict[str, Any]], judge: Judge, prompt: str, repeats: int) -> None:
-    """Add verdicts to all collections; a judge that has not answered ``GIVE_UP`` times running is not asked again.
+def check_judges(judges: Sequence[Judge]) -> None:
+    """Check that judges can be told apart.
 
-    Args:
-        results: name -> results of steering, which are changed.
-        judge: who is asked.
-        prompt: the text that all samples continue.
-        repeats: how often the judge is asked about each collection.
+    Raises:
+        MxdError: two of one name.
     """
-    silent = 0
-    with progress("judging", sum(len(result["units"]) for result in results.values()), "collections") as advance:
-        for result in results.values():
-            for collection in result["units"].values():
-                if silent < GIVE_UP:
-                    # the prompt precedes each sample, as in the paper's code
-                    verdict = judged(judge, [prompt + sample for sample in collection["samples"]], repeats)
-                    silent = 0 if verdict.answers or "not two numbers" in verdict.failures else silent + 1
-                else:
-                    verdict = Verdict(failures=Counter({"not asked": repeats}))
-                collection |= verdict.report()
-                advance(1)
-            result |= {"judge": judge.name} | _totals(list(result["units"].values()), repeats)
-
-
-def _totals(collections: Sequence[Mapping[str, Any]], repeats: int) -> dict[str, Any]:
-    means: dict[str, Any] = {}
-    for axis in ("coherence", "fluency"):
-        rated = [collection[axis] for collection in collections if collection[axis] is not None]
-        means[axis] = float(np.mean(rated)) if rated else None
-    reasons = sum((Counter(collection["reasons"]) for collection in collections), Counter[str]())
-    return means | {
-        "asked": repeats * len(collections),
-        "failures": sum(reasons.values()),
-        "reasons": dict(reasons),
-        "disagreements": sum(collection["disagreement"] for collection in collections),
-    }
+    names = [judge.name for judge in judges]
+    if len(set(names)) < len(names):
+        raise MxdError(f"two judges are the same ({', '.join(names)}); name each once.")

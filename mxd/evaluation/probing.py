@@ -186,7 +186,7 @@ def _check(model: FrozenModel, layers: Mapping[str, Trained], sets: Sequence[Lab
 def _read(texts: LabelledTexts, tokenizer: Any, how: ProbingConfig, bos: bool, excluded: set[int]) -> _Read:
     """Draw the order of the texts and cut them to length; those with too few tokens that count are left out."""
     level = how.level or texts.level
-    side = how.side or ("first" if level == "sample" else "last")
+    side = how.side or texts.side or ("first" if level == "sample" else "last")
     if level == "token" and side == "first":
         raise MxdError("the token level probes the last token of a text; drop --first.")
     if level == "span" and texts.spans is None:

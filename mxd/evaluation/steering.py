@@ -26,7 +26,8 @@ from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued
-from mxd.evaluation.judging import Judge, judge_all
+from mxd.evaluation.judging import Judge, check_judges
+from mxd.evaluation.panel import judge_all
 from mxd.layers import ReplacementLayer
 from mxd.layers.gates import ConstantGate
 from mxd.model.frozen import FrozenModel
@@ -38,7 +39,7 @@ def answer(
     subject: Subject,
     how: SteeringConfig = DEFAULTS.steering,
     units: Sequence[int] | None = None,
-    judge: Judge | None = None,
+    judges: Sequence[Judge] = (),
 ) -> dict[str, Any]:
     """Steer with units of checkpoints, each spliced in alone, and have the texts judged.
 
@@ -46,13 +47,14 @@ def answer(
         subject: the checkpoints.
         how: how text is generated.
         units: which units; by default the first ``how.first``.
-        judge: who rates the texts; nobody by default.
+        judges: who rates the texts; nobody by default.
 
     Raises:
         MxdError: as ``evaluate_steering``.
     """
-    results = evaluate_steering(subject.base, subject.trained, units, how, judge, subject.text.bos)
-    asked, judged_by = how.model_dump(mode="json", exclude={"prompt"}), judge.name if judge else None
+    results = evaluate_steering(subject.base, subject.trained, units, how, judges, subject.text.bos)
+    asked = how.model_dump(mode="json", exclude={"prompt"})
+    judged_by = ", ".join(judge.name for judge in judges) or None
     return subject.document(results, asked=asked, prompt=how.prompt, judge=judged_by)
 
 
@@ -61,7 +63,7 @@ def evaluate_steering(
     layers: Mapping[str, Trained],
     units: Sequence[int] | None = None,
     how: SteeringConfig = DEFAULTS.steering,
-    judge: Judge | None = None,
+    judges: Sequence[Judge] = (),
     bos: bool = True,
     batch: int = 160,
 ) -> dict[str, dict[str, Any]]:
@@ -72,20 +74,21 @@ def evaluate_steering(
         layers: name -> a layer with its provenance.
         units: which units; by default the first ``how.first``.
         how: how text is generated.
-        judge: who rates the texts; nobody by default.
+        judges: who rates the texts; nobody by default.
         bos: begin the prompt with BOS where the tokenizer has one.
         batch: samples in one forward, rounded up to whole units.
 
     Returns:
         Name -> ``block``, ``prompt``, ``at``, ``judge``, ``unsteered`` (the first unit's draws with ``scale`` 0), and
-        ``units``: for each its ``scale``, its ``samples`` (continuations alone) and, with a judge, ``Verdict.report``;
-        over all units the means ``coherence`` and ``fluency``, and the numbers ``asked``, ``failures``,
-        ``disagreements``.
+        ``units``: for each its ``scale``, its ``samples`` (continuations alone) and, with judges, what ``combined``
+        returns; so for the unsteered samples under ``unsteered_judged``; and over all units what ``panel`` returns.
 
     Raises:
-        MxdError: no tokenizer, no such unit, a prompt that does not fit, or layers of another model; at the output,
-            layers that are not additive; at the input, layers that read the MLP's output or have no gate rows.
+        MxdError: no tokenizer, no such unit, a prompt that does not fit, layers of another model, or two judges that
+            are the same; at the output, layers that are not additive; at the input, layers that read the MLP's output
+            or have no gate rows.
     """
+    check_judges(judges)
     for name, trained in layers.items():
         _check_input(name, trained.layer) if how.at == "input" else trained.layer.check_additive()
     ids = _prompt(model, how, bos)
@@ -97,8 +100,8 @@ def evaluate_steering(
     with progress(f"steering with {sum(map(len, chosen.values()))} units", total) as advance:
         for name, trained in layers.items():
             results[name] = _generated(model, trained, chosen[name], how, ids, batch, advance)
-    if judge is not None:
-        judge_all(results, judge, how.prompt, how.repeats)
+    if judges:
+        judge_all(results, judges, how.prompt, how.repeats, how.rubric)
     return results
 
 
@@ -113,12 +116,32 @@ def summary(results: Mapping[str, Mapping[str, Any]], shown: int = 10) -> str:
                 rated = f" [{_number(steered['coherence'])}, {_number(steered['fluency'])}]"
             lines.append(f"  unit {unit}{rated}: {steered['samples'][0]!r}")
         if result["judge"] is not None:
-            lines.append(
-                f"  judged by {result['judge']}: coherence {_number(result['coherence'])}, fluency "
-                f"{_number(result['fluency'])}; of {result['asked']} answers {result['failures']} failed "
-                f"{result['reasons'] or ''}; {result['disagreements']} units with answers that disagree"
-            )
+            lines += [_judged(judge, one) for judge, one in result["judges"].items()]
+            if result["agreement"]:
+                lines.append(f"  mean over judges: {_axes(result)}")
+            lines.append(f"  not steered: {_axes(result['unsteered_judged'])}")
+            lines += map(_agreed, result["agreement"])
     return "\n".join(lines)
+
+
+def _axes(rated: Mapping[str, Any]) -> str:
+    return f"coherence {_number(rated['coherence'])}, fluency {_number(rated['fluency'])}"
+
+
+def _judged(judge: str, one: Mapping[str, Any]) -> str:
+    return (
+        f"  judged by {judge}: {_axes(one)}; of {one['asked']} answers {one['failures']} failed "
+        f"{one['reasons'] or ''}; {one['disagreements']} units with answers that disagree"
+    )
+
+
+def _agreed(pair: Mapping[str, Any]) -> str:
+    said = ", ".join(
+        f"{axis}: difference {_number(pair[axis]['difference'])}, rank correlation {_number(pair[axis]['spearman'])} "
+        f"(95% of chance within {_number(pair[axis]['chance'])})"
+        for axis in ("coherence", "fluency")
+    )
+    return f"  {pair['judges'][0]} against {pair['judges'][1]}, {said}"
 
 
 def _number(value: float | None) -> str:

@@ -20,7 +20,12 @@ from mxd.report.parts import Section
 from mxd.report.run import Run, read_run
 from mxd.report.svg import swatch
 
-FOLLOWING = {"faithfulness": ("training",), "whole": ("tuned",), "units": ("similarity",), "masking": ("under_mask",)}
+FOLLOWING = {
+    "faithfulness": ("training",),
+    "whole": ("tuned",),
+    "units": ("explaining", "similarity"),
+    "masking": ("under_mask",),
+}
 """Sections beside those of the questions, by the question they follow."""
 SECTIONS = ("trained", *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))))
 """The files in ``sections/`` in the order of the page; each is shown where the run holds what it needs."""

@@ -18,6 +18,7 @@ from mxd.metrics import (
     COSINE,
     DEAD_UNITS,
     DEAD_UNITS_SHARE,
+    EXPLAINING,
     GARBAGE,
     KEPT_OWN,
     KL,
@@ -218,6 +219,21 @@ def masking_table(name: str, result: Mapping[str, Any]) -> Table:
         table.add_row(domain, *cells)
     table.add_row("mean", "", "", *(metric.form.format(result[metric.key]) for metric in MASKING))
     return table
+
+
+def explained_lines(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Return what a model says of units, and what judges made of it, as lines."""
+    lines = [f"{name}: {len(result['units'])} units explained, {result['left_out']} left out"]
+    for unit, one in result["units"].items():
+        lines += [
+            f"  unit {unit}, on {' '.join(map(repr, one['tokens']))}",
+            *(f"    {e!r}" for e in one["explanations"]),
+        ]
+    for judge, one in result.get("judges", {}).items():
+        found = {"judges": {"*": one}}
+        said = ", ".join(f"{metric.title} {metric.with_error(found)}" for metric in EXPLAINING)
+        lines.append(f"  {judge}: {said} {one['reasons'] or ''}".rstrip())
+    return lines
 
 
 def purging_table(name: str, result: Mapping[str, Any]) -> Table:

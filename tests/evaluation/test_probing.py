@@ -202,6 +202,14 @@ def test_a_text_whose_span_is_cut_off_or_masked_is_left_out(gpt2):
         _read(both, gpt2.tokenizer, ProbingConfig(context=8), True, {0, *ids[-2:]})
 
 
+def test_a_set_may_say_which_side_is_read_and_the_question_has_the_last_word(gpt2):
+    given = replace(texts(30), side="last")
+    sides = [(None, None, "first"), ("last", None, "last"), ("last", "first", "first")]
+    for own, asked, read in sides:
+        how = ProbingConfig(side=asked, context=8)
+        assert _read(replace(given, side=own), gpt2.tokenizer, how, True, {0}).side == read
+
+
 def test_of_each_text_the_positions_counted_weigh_the_same():
     ids = torch.tensor([[0, 5, 6, 5], [0, 6, 9, 0]])
     whole, spans = [range(1, 4), range(1, 3)], [range(2, 4), range(1, 2)]

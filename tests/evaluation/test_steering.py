@@ -249,7 +249,7 @@ def test_totals_leave_out_what_was_not_answered_and_a_silent_judge_is_not_asked_
     layers = {"a": trained_layer(gpt2)}
     how = SteeringConfig(samples=2, tokens=2)
     judge = Scripted("0.20, 0.40", "no", "0.40, 0.80", *[NoAnswer("timed out")] * 3)
-    found = evaluate_steering(gpt2, layers, list(range(8)), how, judge)["a"]
+    found = evaluate_steering(gpt2, layers, list(range(8)), how, [judge])["a"]
     assert (found["coherence"], found["fluency"]) == (pytest.approx(0.3), pytest.approx(0.6))
     assert (found["asked"], found["failures"], found["disagreements"]) == (8, 6, 0)
     assert found["reasons"] == {"not two numbers": 1, "timed out": 3, "not asked": 2}
@@ -372,7 +372,7 @@ def test_addresses_are_checked_and_a_key_does_not_leave_this_machine_unencrypted
 def test_a_local_model_that_babbles_fails_every_time(gpt2, build_model, tokenizer):
     judge = LocalJudge(load_frozen(build_model("llama", max_position_embeddings=2048), tokenizer=tokenizer))
     found = evaluate_steering(
-        gpt2, {"a": trained_layer(gpt2)}, [0, 1], SteeringConfig(samples=2, tokens=2, repeats=2), judge
+        gpt2, {"a": trained_layer(gpt2)}, [0, 1], SteeringConfig(samples=2, tokens=2, repeats=2), [judge]
     )["a"]
     assert found["reasons"] == {"not two numbers": 4} and found["coherence"] is None and found["asked"] == 4
     short = judged(LocalJudge(gpt2), ["a"]).report()
@@ -405,6 +405,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"at": "gate"}, "at is 'gate'; input should be 'output' or 'input'"),
         ({"on": "both"}, "on is 'both'; input should be 'replacement' or 'base'"),
+        ({"rubric": "mine"}, "rubric is 'mine'; input should be 'paraphrase' or 'paper'"),
         ({"prompts": 1}, "prompts is 1; extra inputs are not permitted"),
     ):
         with pytest.raises(MxdError, match=message):
@@ -445,11 +446,12 @@ def checkpoint(tmp_path, trained_gpt2):
 
 def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE", KEY)
-    server.replies = [reply("0.50, 1.00"), reply("maybe"), reply("0.70, 0.80")]
+    server.replies = [reply("0.50, 1.00"), reply("maybe"), reply("0.70, 0.80"), reply("0.90, 0.95")]
     how = ("--units", "3,7-8", "--samples", "2", "--tokens", "4", "--scale", "5", "--device", "cpu")
     by = ("--judge", server.url, "--judge-model", "m", "--judge-key", "JUDGE")
     code, out, err = mxd(capsys, "steer", checkpoint, *how, *by)
     assert code == 0 and "coherence 0.60, fluency 0.90; of 3 answers 1 failed" in out
+    assert "not steered: coherence 0.90, fluency 0.95" in out
     text = (checkpoint / "steering.json").read_text()
     document = json.loads(text)
     (result,) = document["results"].values()
@@ -461,7 +463,10 @@ def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, cap
 
 def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint, capsys):
     for words, message in (
-        (("--judge", "http://127.0.0.1:9"), "give --judge URL with --judge-model NAME, or --judge-local MODEL alone"),
+        (("--judge", "http://127.0.0.1:9"), "got 1 --judge, 0 --judge-model and 1 --judge-key: give each --judge URL"),
+        (("--judge-model", "m"), "got 0 --judge, 1 --judge-model"),
+        (("--judge-key", "A", "--judge-key", "B"), "and 2 --judge-key"),
+        (("--rubric", "mine"), "rubric is 'mine'; input should be 'paraphrase' or 'paper'"),
         (("--units", "0-99999999999"), "expected 100,000 numbers at most"),
         (("--units", "3-x"), "--units is '3-x'; expected numbers and ranges such as 3,17,40-49"),
         (("--units", "99"), "has units 0 ... 23; got 99"),
@@ -469,6 +474,27 @@ def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint,
         code, _, err = mxd(capsys, "steer", checkpoint, "--device", "cpu", *words)
         assert code == 1 and message in err
     assert not (checkpoint / "steering.json").exists()
+
+
+def test_mxd_steer_asks_several_judges_with_the_papers_words(checkpoint, server, capsys, monkeypatch):
+    monkeypatch.setenv("JUDGE", KEY)
+    first, second = ("0.50, 1.00", "0.70, 0.80", "0.90, 0.60"), ("0.40, 0.70", "0.60, 0.90", "0.80, 1.00")
+    pairs = zip((*first, "0.10, 0.30"), (*second, "0.20, 0.50"), strict=True)
+    server.replies = [reply(answer) for pair in pairs for answer in pair]
+    how = ("--units", "3,7-8", "--samples", "2", "--tokens", "4", "--rubric", "paper", "--device", "cpu")
+    by = ("--judge", server.url, "--judge-model", "m", "--judge-key", "JUDGE", "--judge-key", "OTHER")
+    code, out, _ = mxd(capsys, "steer", checkpoint, *how, *by, "--judge", server.url, "--judge-model", "n")
+    (result,) = json.loads((checkpoint / "steering.json").read_text())["results"].values()
+    assert code == 0 and [(body["model"], key) for _, body, key in server.asked][:2] == [
+        ("m", f"Bearer {KEY}"),
+        ("n", None),
+    ]
+    assert "all snippets clearly share" in server.asked[0][1]["messages"][0]["content"]
+    assert result["judge"] == "m at 127.0.0.1, n at 127.0.0.1" and result["rubric"] == "paper"
+    assert (result["coherence"], result["fluency"]) == (pytest.approx(0.65), pytest.approx(5 / 6))
+    assert result["unsteered_judged"]["coherence"] == pytest.approx(0.15)
+    assert "mean over judges: coherence 0.65, fluency 0.83" in out
+    assert "coherence: difference 0.10, rank correlation 1.00" in out and "rank correlation -1.00" in out
 
 
 @pytest.mark.long

@@ -72,6 +72,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "steering": steered,
         "masking": masked,
         "purging": purged,
+        "explaining": explained,
         "toxicity": toxic,
         "ablation": dropped,
         "subset": limited,
@@ -251,9 +252,34 @@ def probed(rng: Any, name: str, n: int) -> dict[str, Any]:
 
 def steered(rng: Any, name: str, n: int) -> dict[str, Any]:
     unit = {"scale": 100.0, "samples": [f"Talk {EVIL}", "more"], "coherence": 0.5, "fluency": None, "failures": 1}
-    found = {"units": {"0": unit, "1": unit}, "prompt": "Let's talk about ", "judge": f"a judge {EVIL}"}
-    means = {"coherence": 0.625, "fluency": None, "asked": 20, "failures": 1, "disagreements": 0}
-    return found | means | {"unsteered": ["as it is"]}
+    judges = [f"a judge {EVIL}", "another"]
+    found = {"units": {"0": unit, "1": unit}, "prompt": "Let's talk about ", "judge": ", ".join(judges)}
+    means = {"coherence": 0.625, "coherence_se": 0.125, "fluency": 0.25 * (n % 4), "fluency_se": None}
+    means |= {"asked": 20, "failures": 1, "disagreements": 0}
+    pair = {"units": 2, "difference": -0.25, "difference_se": 0.125, "spearman": None, "chance": 0.875}
+    agreement = [{"judges": judges, "coherence": pair, "fluency": pair | {"spearman": 0.75}}]
+    found |= {
+        "judges": dict.fromkeys(judges, means | {"fluency": None}),
+        "agreement": agreement,
+        "rubric": "paraphrase",
+    }
+    still = {"coherence": 0.75, "fluency": 0.875}
+    return found | means | {"unsteered": ["as it is"], "unsteered_judged": still}
+
+
+def explained(rng: Any, name: str, n: int) -> dict[str, Any]:
+    unit = {"tokens": [f" tok{EVIL}", "en"], "explanations": [f"It means {EVIL}", "more", ""]}
+    one = {
+        "accuracy": 0.75,
+        "accuracy_se": 0.125,
+        "score": 0.5,
+        "score_se": 0.25,
+        "units": 2,
+        "asked": 24,
+        "failures": 1,
+    }
+    one |= {"control_score": 0.375, "control_score_se": 0.25, "beyond": 0.125, "beyond_se": None}
+    return {"units": {"0": unit, "7": unit}, "left_out": 1, "judges": {f"a judge {EVIL}": one} if n % 2 else {}}
 
 
 def masked(rng: Any, name: str, n: int) -> dict[str, Any]:

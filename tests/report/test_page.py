@@ -16,12 +16,23 @@ from full_run import EVIL, fill, replacements
 
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
-from mxd.metrics import METRICS
+from mxd.metrics import METRICS, STEERING
 from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
+from mxd.report.parts import NOTHING
 from mxd.report.replacements import usual
 from mxd.report.run import read_run
-from mxd.report.sections import ablation, faithfulness, masking, similarity, structure, units, whole
+from mxd.report.sections import (
+    ablation,
+    explaining,
+    faithfulness,
+    masking,
+    similarity,
+    steering,
+    structure,
+    units,
+    whole,
+)
 from mxd.report.sections.generation import pieces
 from mxd.report.source import Node
 from mxd.report.tables import PLACES
@@ -99,6 +110,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "steering": {"steering"},
         "masking": {"masking", "under_mask"},
         "purging": {"masking"},
+        "explaining": {"explaining"},
         "toxicity": {"toxicity"},
         "ablation": {"ablation"},
         "subset": {"subset"},
@@ -339,6 +351,27 @@ def test_figures_are_after_the_papers_and_not_as_they_are(run):
     named = re.findall(r"(\w+) figures? \d+", twin)
     assert len(named) > 8 and set(named) == {"After"}
     assert "asked with a paraphrase of the paper's prompt" in twin
+
+
+def test_judges_have_a_point_for_each_method_a_table_each_and_their_agreement(run):
+    figure, said, each, agreed = steering.section(read_run(run)).parts[:4]
+    alt = figure.panels[0].alt
+    assert "MxD: 0.75 at 0.625; MxD (not steered): 0.875 at 0.75; TC: 0 at 0.625" in alt
+    assert [column.title for column in said.columns][2:6] == [m.title for m in STEERING[:4]]
+    assert [cell.text for cell in said.rows[0][2:6]] == ["0.625 ± 0.125", "0.000", "0.750", "0.875"]
+    assert len(each.rows) == 2 * len(agreed.rows) and each.rows[1][1].text == "another"
+    texts = [cell.text for cell in agreed.rows[0][2:]]
+    assert texts == ["-0.250 ± 0.125", NOTHING, "0.88", "-0.250 ± 0.125", "+0.75", "0.88"]
+
+
+def test_explanations_are_shown_with_what_they_are_worth_beyond_another_units(run):
+    table, *said = explaining.section(read_run(run)).parts
+    assert [column.title for column in table.columns][2:6] == ["units", "beyond it", "score", "score, other unit"]
+    assert [cell.text for cell in table.rows[0][2:]] == [
+        *("2", "+0.125", "+0.500 ± 0.250", "+0.375 ± 0.250"),
+        *("75.0% ± 12.5%", "24", "1"),
+    ]
+    assert len(table.rows) == 3 and {part.kind for part in said} == {"samples"} and len(said) == 2 * 3
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):

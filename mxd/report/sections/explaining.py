@@ -1,0 +1,53 @@
+"""What the model itself says its units mean, and whether a judge can use that."""
+
+from mxd.metrics import EXPLAINING
+from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, column, number, with_error
+from mxd.report.replacements import Replacement, Results, usual
+from mxd.report.run import Run
+from mxd.report.source import Node
+
+UNITS = 12
+"""Units of a replacement whose explanations are shown."""
+
+
+def section(run: Run) -> Section | None:
+    """Return the units' explanations and what judges decided by them; ``None`` where none was explained."""
+    results = run.results("explaining")
+    if not results:
+        return None
+    lead = (
+        "The model is asked what a word means whose embedding is the mean of the tokens on which a unit fires most. A "
+        "judge is given the answer and two held-out texts, and says on which the unit fires; and again with the answer "
+        "about another unit, whose score is to be exceeded. After Monet, section 4, which has no number for it."
+    )
+    parts: list[Part] = [_table(results)] if any(_judges(result) for _, result in results) else []
+    for replacement, result in usual(results):
+        parts += [_said(replacement, unit, one) for unit, one in list(result["units"].items())[:UNITS]]
+    return Section("explaining", "Self-explained units", lead, parts)
+
+
+def _table(results: Results) -> Table:
+    rows = []
+    for replacement, result in results:
+        for judge, one in _judges(result).items():
+            cells = []
+            for metric in EXPLAINING:
+                at, error = (
+                    one.follow(key.removeprefix("judges.*.")) if key else None for key in (metric.key, metric.error)
+                )
+                cells.append(with_error(number(at, metric.form), error, metric.form))
+            rows.append([Cell(replacement.label), Cell(judge), number(one.get("units"), "{:.0f}"), *cells])
+    heads = [Column("replacement"), Column("judge"), Column("units", "units that the judge decided on")]
+    return Table("What explanations are worth.", [*heads, *map(column, EXPLAINING)], rows, legend=True)
+
+
+def _judges(result: Node) -> dict[str, Node]:
+    judges = result.get("judges")
+    return dict(judges.items()) if judges is not None else {}
+
+
+def _said(replacement: Replacement, unit: str, one: Node) -> Samples:
+    tokens = " ".join(map(repr, one["tokens"].texts()))
+    return Samples(
+        f"{replacement.label}: unit {unit}, on {tokens}", one["explanations"].texts(), one["explanations"].source
+    )
