@@ -385,12 +385,21 @@ class RewriteConfig(Settings):
     """Label of the target; by default that of the rarest pair of a label and a group."""
     target_group: str | None = None
     """Group of the target; by default that of the rarest pair."""
-    direction: str = "probe"
+    support: PositiveInt | None = None
+    """Texts of the target that the probe is fitted on, at most: fewer make it fail more on the target; by default
+    all that there are to fit on."""
+    direction: Annotated[str, Field(pattern=r"^(probe|token:.+|unit:\d+)$")] = "probe"
     """What is added to outputs: the direction of the target's label in the ``probe``, the unembedding of a token
     (``token: yes``), or a unit's own output (``unit:17``)."""
-    strengths: NoOption[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]] = (0.25, 0.5, 1, 2, 4)
-    """How much is added, in lengths of the layer's mean output; both signs and nothing at all are tried, too."""
-    draws: Annotated[int, Field(ge=2)] = 3
+    strengths: NoOption[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]] = (
+        1 / 32,
+        1 / 16,
+        1 / 8,
+        1 / 4,
+        1 / 2,
+    )
+    """How much is added, in lengths of the layer's mean output; nothing at all is tried, too."""
+    draws: PositiveInt = 2
     """Controls: random texts outside the target in its place."""
     neurons: bool = False
     """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
@@ -400,7 +409,7 @@ class RewriteConfig(Settings):
     """Field that holds the label."""
     group_column: str = "group"
     """Field that holds the group."""
-    limit: Annotated[int, Field(ge=4)] = 300
+    limit: Annotated[int, Field(ge=4)] = 200
     """Texts of each pair of a label and a group, at most: a quarter fits the probe and the units, a quarter chooses
     the strength, half are measured."""
     seed: NonNegativeInt = 0

@@ -65,8 +65,8 @@ def labelled_texts(
         group_column: the field that holds the group; by default there are no groups.
 
     Raises:
-        MxdError: nothing is there, no such column or split, a row without text, label or group, a span outside the text, fewer
-            than two classes, or the Hub cannot be reached.
+        MxdError: nothing is there, no such column or split, a row without text, label or group, a span outside the
+            text, fewer than two classes, or the Hub cannot be reached.
     """
     source = str(source)
     if source in BUNDLED_SETS:

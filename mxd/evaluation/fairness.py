@@ -4,7 +4,9 @@ The metrics are those of muMoE (Oldfield et al., NeurIPS 2024, table 2 and appen
 earlier version. All take the cells' accuracies on the last axis, so that resampled accuracies go through at once.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -15,7 +17,7 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells of a set: pairs of a label and a group, how many texts of each are measured, and which is the target."""
+    """The cells of a set, pairs of a label and a group: how many texts of each are measured, which is the target."""
 
     labels: list[str]
     groups: list[str]
@@ -125,3 +127,44 @@ def metrics(
         "accuracy": overall(after, cells),
         "rewrite_score": rewrite_score(before, after, cells.target),
     }
+
+
+def compared(
+    right: Bool[np.ndarray, "edits texts"],
+    ways: Mapping[str, Sequence[int]],
+    cell_of: Int[np.ndarray, " texts"],
+    cells: Cells,
+    gains: Mapping[str, tuple[str, str]],
+    seed: int,
+) -> dict[str, Any]:
+    """Return the metrics of several ways of rewriting on the same texts, with bootstrap standard errors.
+
+    Args:
+        right: which texts are classified right under each edit; nothing is edited in row 0.
+        ways: name -> its rows, over which metrics are averaged.
+        cell_of: the number of each text's cell.
+        cells: what these are.
+        gains: name -> two ways, of whose rewrite scores the difference is taken, text by text.
+        seed: draws the samples.
+
+    Returns:
+        ``ways``: for each what ``metrics`` returns and the accuracy on the ``cells``; and the gains. Standard
+        errors have ``_se`` after the name.
+    """
+    accuracies = cell_accuracies(right, cell_of, len(cells.texts))
+    samples = resampled(right, cell_of, len(cells.texts), seed)
+    found: dict[str, Any] = {way: {} for way in ways}
+    scores = {}
+    for way, numbers in ways.items():
+        rows = list(numbers)
+        values = metrics(accuracies[:1], accuracies[rows], cells) | {"cells": accuracies[rows]}
+        drawn = metrics(samples[:1], samples[rows], cells) | {"cells": samples[rows]}
+        for key, value in values.items():
+            found[way][key] = value.mean(0).tolist()
+            found[way][f"{key}_se"] = drawn[key].mean(0).std(0, ddof=1).tolist()
+        scores[way] = drawn["rewrite_score"].mean(0)
+    differences = {}
+    for key, (one, other) in gains.items():
+        differences[key] = found[one]["rewrite_score"] - found[other]["rewrite_score"]
+        differences[f"{key}_se"] = float((scores[one] - scores[other]).std(ddof=1))
+    return {"ways": found, **differences}

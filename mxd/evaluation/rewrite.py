@@ -5,10 +5,11 @@ group's texts of one label, that is rare. The cell's mean code ``abar`` says whi
 label's favour is added to the layer's output in proportion to ``abar . a(x)``, so no text's group need be known.
 
 The classifier is a probe of the spliced model's final hidden states. It is fitted on a quarter of the texts, as are the
-mean codes; on another quarter the sign and the strength with the best rewrite score are chosen, for each way of
-rewriting alike; half of the texts are measured. Beside ``expert`` stand ``blind``, which adds the same everywhere, and
-``random``, with the mean code of as many random texts of other cells. The headline is the rewrite score of ``expert``
-less that of ``blind``. How well the gates tell the cell from others, and how well one telltale token does, say what
+mean codes; another quarter chooses the sign, with which the target gains, and for each way of rewriting alike the
+strength with the best rewrite score; half of the texts are measured. ``expert`` is the paper's; ``contrast`` is ours
+and takes off what units of all texts do. Beside them stand ``blind``, which adds the same everywhere, and the same two
+with the codes of random texts of other cells, ``random`` and ``random_contrast``. The headline is the rewrite score of
+``expert`` less that of ``blind``. How well gates tell the cell from others, and how well one token does, say what
 there was to find.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
@@ -26,15 +27,25 @@ from mxd.common.progress import Advance, progress
 from mxd.data.contexts import special_ids
 from mxd.data.grouped import grouped_texts
 from mxd.evaluation.checkpoints import Subject
-from mxd.evaluation.fairness import Cells, cell_accuracies, metrics, resampled, rewrite_score
+from mxd.evaluation.fairness import Cells, cell_accuracies, compared, rewrite_score
 from mxd.evaluation.masks import halves
-from mxd.evaluation.rewriting import BLIND, PLAIN, Edit, Rewriting, direction_of
+from mxd.evaluation.rewriting import BLIND, PLAIN, Edit, Gate, Rewriting, direction_of
+from mxd.evaluation.separation import separation, telltale
 from mxd.evaluation.walk import evaluating
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, RewriteConfig
 
-EXPERT, RANDOM = "expert", "random"
-"""Ways of rewriting beside ``BLIND``: by the target's mean code, and by that of random other texts."""
+EXPERT, CONTRAST = "expert", "contrast"
+"""Ways of rewriting beside ``BLIND``: by the target's mean code, and by its difference from all others'."""
+CONTROLS = {EXPERT: "random", CONTRAST: "random_contrast"}
+"""The same with random texts of other cells in the target's place."""
+GAINS = {
+    "gain": (EXPERT, BLIND),
+    "gain_random": (EXPERT, CONTROLS[EXPERT]),
+    "gain_contrast": (CONTRAST, BLIND),
+    "gain_contrast_random": (CONTRAST, CONTROLS[CONTRAST]),
+}
+"""Differences of rewrite scores."""
 LEAST = 4
 """Texts that a cell needs: one fits, one chooses, two are measured."""
 
@@ -74,6 +85,12 @@ class Split:
         """The number of the target's label."""
         return self.labels[int(np.flatnonzero(self.cell_of == self.cells.target)[0])]
 
+    def probed(self, support: int | None) -> list[int]:
+        """Return the fitting texts on which the probe is fitted: of the target ``support`` at most."""
+        mine = [n for n in self.fitting if self.cell_of[n] == self.cells.target]
+        left_out = set(mine[support:]) if support is not None else set()
+        return [n for n in self.fitting if n not in left_out]
+
     def counted(self, numbers: Sequence[int]) -> list[int]:
         """Return how many of some texts are in each cell."""
         return np.bincount(self.cell_of[numbers], minlength=len(self.cells.texts)).tolist()
@@ -106,12 +123,11 @@ def evaluate_rewrite(
 
     Returns:
         Name -> ``cells`` (``label``, ``group``, and how many texts are ``fitted``, ``tuned`` and ``measured``) and the
-        number of the ``target``; ``ways``: for ``plain``, ``blind``, ``expert`` and ``random`` (the mean over
-        ``how.draws``) the ``strengths`` that were chosen, what ``fairness.metrics`` returns and the accuracy of each of
-        the ``cells``; ``gain``, the rewrite score of ``expert`` less that of ``blind``, ``gain_random`` less that of
-        ``random``, and ``best``, the largest score there is; ``auc``, how well ``s(x)``, averaged over its tokens, tells
-        a text of the target from all others, ``auc_cells`` from each other cell, ``auc_least`` from the one it is most
-        like, ``auc_random``, the same of the random texts' mean codes; and the best ``token`` by its presence. Standard
+        number of the ``target``; ``ways``: for ``plain``, ``blind``, ``expert``, ``random``, ``contrast`` and
+        ``random_contrast`` (means over ``how.draws``) the ``strengths`` that were chosen and what ``compared`` returns;
+        the ``GAINS``, and ``best``, the largest rewrite score there is; ``tried``, the change of the target's accuracy
+        and the sum of the others' changes with each strength on the texts that choose; ``separation`` of measured texts
+        by ``s(x)``, the mean over their tokens, for each way; and the ``token`` that tells the target best. Standard
         errors ``*_se`` are those of a bootstrap over the measured texts of each cell.
 
     Raises:
@@ -119,13 +135,13 @@ def evaluate_rewrite(
             two labels, no such ``how.direction``, no tokenizer, or layers that do not fit the model.
     """
     split = _split(model, texts, labels, groups, how, context, bos)
-    tried = 1 + len(_edits([BLIND], how)) * (2 + how.draws)
-    measured = len(split.measuring) * (3 + how.draws)
-    total = len(layers) * (len(split.fitting) + len(split.tuning) * tried + measured)
-    telltale = _telltale(model, split)
+    gates = 2 * (1 + how.draws)
+    tried, measured = 1 + len(how.strengths) * (2 + gates), 2 + gates
+    total = len(layers) * (len(split.fitting) + len(split.tuning) * tried + len(split.measuring) * measured)
+    token = _token(model, split)
     with evaluating(model, layers), progress(f"rewriting {len(layers)} layers", total, "texts") as advance:
         return {
-            name: {"block": trained.provenance.block, "num_units": trained.layer.num_units, "token": telltale}
+            name: {"block": trained.provenance.block, "num_units": trained.layer.num_units, "token": token}
             | _rewritten(Rewriting(model, trained, split.rows, split.labels, batch), split, how, advance)
             for name, trained in layers.items()
         }
@@ -182,47 +198,78 @@ def _target(pairs: Sequence[tuple[str, str]], cells: Sequence[tuple[str, str]], 
 
 def _rewritten(rewriting: Rewriting, split: Split, how: RewriteConfig, advance: Advance) -> dict[str, Any]:
     """Fit, choose and measure on one layer."""
-    cells = split.cells
-    members = _members(split, how)
-    rewriting.fit(split.fitting, members, advance)
+    cells, sets = split.cells, _sets(split, how)
+    members = {f"{name}{side}": texts for name, both in sets.items() for side, texts in zip("+-", both, strict=True)}
+    means = rewriting.fit(split.fitting, split.probed(how.support), members, advance)
+    for name in sets:
+        by_mean, by_contrast = (
+            (EXPERT, CONTRAST) if name == "target" else (f"{way} {name}" for way in CONTROLS.values())
+        )
+        rewriting.gates[by_mean] = Gate.by_mean(means[f"{name}+"], rewriting.simplex)
+        rewriting.gates[by_contrast] = Gate.by_contrast(means[f"{name}+"], means[f"{name}-"])
     added = direction_of(how.direction, rewriting, split.target_label)
-    ways = [BLIND, *members]
-    edits = [PLAIN, *_edits(ways, how)]
-    tuned = rewriting.run(split.tuning, edits, added, advance)
-    chosen = chosen_edits(edits, cell_accuracies(tuned.right, split.cell_of[split.tuning], len(cells.texts)), cells)
+
+    def accuracies(edits: Sequence[Edit]) -> Float[np.ndarray, "edits cells"]:
+        right = rewriting.run(split.tuning, edits, added, advance).right
+        return cell_accuracies(right, split.cell_of[split.tuning], len(cells.texts))
+
+    strengths = sorted(how.strengths)
+    blind = [PLAIN, *((BLIND, sign * much) for sign in (1, -1) for much in strengths)]
+    tuned = accuracies(blind)
+    sign = sign_of(tuned[1:, cells.target])
+    edits = [(way, sign * much) for way in rewriting.gates for much in strengths]
+    tuned = np.concatenate([tuned, accuracies(edits)])
+    edits = [*blind, *edits]
+    chosen = chosen_edits(edits, tuned, cells)
+    ways = [BLIND, *rewriting.gates]
     found = rewriting.run(split.measuring, [PLAIN, *(chosen[way] for way in ways)], added, advance)
-    random = [way for way in ways if way not in (BLIND, EXPERT)]
-    rows = {"plain": [0], BLIND: [1], EXPERT: [2], RANDOM: [1 + ways.index(way) for way in random]}
-    strengths = {"plain": [], BLIND: [BLIND], EXPERT: [EXPERT], RANDOM: random}
-    numbers = split.fitting, split.tuning, split.measuring
-    counts = zip(cells.labels, cells.groups, *map(split.counted, numbers), strict=True)
+    rows = {way: [1 + i for i, each in enumerate(ways) if each.partition(" ")[0] == way] for way in _ways(ways)}
+    cell_of = split.cell_of[split.measuring]
+    report = compared(found.right, {"plain": [0], **rows}, cell_of, cells, GAINS, how.seed)
+    for way, numbers in rows.items():
+        report["ways"][way]["strengths"] = [chosen[ways[n - 1]][1] for n in numbers]
+    apart = {way: separation(values, cell_of, cells) for way, values in found.strengths.items()}
+    counts = map(split.counted, (split.fitting, split.tuning, split.measuring))
     keys = ("label", "group", "fitted", "tuned", "measured")
     return {
-        "cells": [dict(zip(keys, values, strict=True)) for values in counts],
+        "cells": [dict(zip(keys, cell, strict=True)) for cell in zip(cells.labels, cells.groups, *counts, strict=True)],
         "target": cells.target,
         "simplex": rewriting.simplex,
-        **_report(found.right, rows, split, how.seed, {k: [chosen[w][1] for w in v] for k, v in strengths.items()}),
-        **_separation(found.strengths, split.cell_of[split.measuring], cells),
+        **report,
+        "best": 1 - report["ways"]["plain"]["target_accuracy"],
+        "tried": _tried(edits, tuned, cells, sign),
+        "separation": {way: apart[way] for way in CONTROLS}
+        | {way: {"auc": float(np.mean([apart[ways[n - 1]]["auc"] for n in rows[way]]))} for way in CONTROLS.values()},
     }
 
 
-def _members(split: Split, how: RewriteConfig) -> dict[str, list[int]]:
-    """Return the fitting texts whose codes are averaged: the target's, and as many random others, several times."""
+def _ways(names: Sequence[str]) -> list[str]:
+    """Return the ways, each once: draws of a control have its name and a number."""
+    return list(dict.fromkeys(name.partition(" ")[0] for name in names))
+
+
+def _sets(split: Split, how: RewriteConfig) -> dict[str, tuple[list[int], list[int]]]:
+    """Return the fitting texts of the ``target``, and as many random others, several times; with each all the rest."""
     mine = [n for n in split.fitting if split.cell_of[n] == split.cells.target]
     others = [n for n in split.fitting if split.cell_of[n] != split.cells.target]
     rng = np.random.default_rng(how.seed)
-    drawn = [rng.choice(others, min(len(mine), len(others)), replace=False).tolist() for _ in range(how.draws)]
-    return {EXPERT: mine} | {f"{RANDOM} {i}": texts for i, texts in enumerate(drawn)}
+    sets = {"target": mine}
+    for draw in range(how.draws):
+        sets[str(draw)] = rng.choice(others, min(len(mine), len(others)), replace=False).tolist()
+    return {name: (texts, [n for n in split.fitting if n not in set(texts)]) for name, texts in sets.items()}
 
 
-def _edits(ways: Sequence[str], how: RewriteConfig) -> list[Edit]:
-    """Return what is tried, the weakest first."""
-    return [(way, sign * much) for way in ways for much in sorted(how.strengths) for sign in (1, -1)]
+def sign_of(accuracies: Float[np.ndarray, " edits"]) -> int:
+    """Return the sign with which the target is right more often: +1 or -1, and +1 if as often.
+
+    Args:
+        accuracies: on the target, with each strength added everywhere, then with each taken off.
+    """
+    more, less = accuracies.reshape(2, -1).mean(1)
+    return 1 if more >= less else -1
 
 
-def chosen_edits(
-    edits: Sequence[Edit], accuracies: Float[np.ndarray, "edits cells"], cells: Cells
-) -> dict[str, Edit]:
+def chosen_edits(edits: Sequence[Edit], accuracies: Float[np.ndarray, "edits cells"], cells: Cells) -> dict[str, Edit]:
     """Return for each way the edit with the best rewrite score, the first of equals; none where no score is above 0.
 
     Args:
@@ -234,75 +281,29 @@ def chosen_edits(
     chosen: dict[str, tuple[float, Edit]] = {}
     for (way, much), score in zip(edits, scores.tolist(), strict=True):
         best, _ = chosen.setdefault(way, (0.0, (way, 0.0)))
-        if score > best + 1e-12:
+        if score > best + 1e-12:  # beyond rounding
             chosen[way] = score, (way, much)
     return {way: edit for way, (_, edit) in chosen.items()}
 
 
-def _report(
-    right: Bool[np.ndarray, "edits texts"],
-    rows: Mapping[str, Sequence[int]],
-    split: Split,
-    seed: int,
-    strengths: Mapping[str, Sequence[float]],
-) -> dict[str, Any]:
-    """Return the metrics of each way, the mean over its rows of ``right``, and their standard errors."""
-    cells, cell_of = split.cells, split.cell_of[split.measuring]
-    accuracies = cell_accuracies(right, cell_of, len(cells.texts))
-    samples = resampled(right, cell_of, len(cells.texts), seed)
-    ways: dict[str, Any] = {}
-    scores: dict[str, Float[np.ndarray, " draws"]] = {}
-    for way, numbers in rows.items():
-        at = list(numbers)
-        values = metrics(accuracies[:1], accuracies[at], cells) | {"cells": accuracies[at]}
-        drawn = metrics(samples[:1], samples[at], cells) | {"cells": samples[at]}
-        ways[way] = {"strengths": list(strengths[way])}
-        for key, value in values.items():
-            ways[way][key] = value.mean(0).tolist()
-            ways[way][f"{key}_se"] = drawn[key].mean(0).std(0, ddof=1).tolist()
-        scores[way] = drawn["rewrite_score"].mean(0)
-    gains = {}
-    for key, other in (("gain", BLIND), ("gain_random", RANDOM)):
-        gains[key] = ways[EXPERT]["rewrite_score"] - ways[other]["rewrite_score"]
-        gains[f"{key}_se"] = float((scores[EXPERT] - scores[other]).std(ddof=1))
-    return {"ways": ways, **gains, "best": 1 - ways["plain"]["target_accuracy"]}
+def _tried(
+    edits: Sequence[Edit], accuracies: Float[np.ndarray, "edits cells"], cells: Cells, sign: int
+) -> dict[str, list[dict[str, float]]]:
+    """Return what each strength of the chosen sign did to the target and the others, means over a control's draws."""
+    changes = accuracies - accuracies[0]
+    others = np.delete(np.abs(changes), cells.target, 1).sum(1)
+    tried: dict[str, list[dict[str, float]]] = {}
+    for way in _ways([way for way, _ in edits]):
+        for much in dict.fromkeys(much for _, much in edits if much * sign > 0):
+            at = [i for i, (each, m) in enumerate(edits) if each.partition(" ")[0] == way and m == much]
+            point = {"target": changes[at, cells.target], "others": others[at]}
+            means = {key: float(values.mean()) for key, values in point.items()}
+            tried.setdefault(way, []).append({"strength": much} | means)
+    return tried
 
 
-def _separation(
-    strengths: Mapping[str, Float[np.ndarray, " texts"]], cell_of: Int[np.ndarray, " texts"], cells: Cells
-) -> dict[str, Any]:
-    """Return how well mean codes tell texts of the target from others."""
-    from sklearn.metrics import roc_auc_score
-
-    mine = cell_of == cells.target
-    by_cell: list[float | None] = []
-    for cell in range(len(cells.texts)):
-        some = mine | (cell_of == cell)
-        by_cell.append(None if cell == cells.target else float(roc_auc_score(mine[some], strengths[EXPERT][some])))
-    others = [(auc, name) for auc, name in zip(by_cell, cells.names, strict=True) if auc is not None]
-    random = [roc_auc_score(mine, values) for way, values in strengths.items() if way != EXPERT]
-    return {
-        "auc": float(roc_auc_score(mine, strengths[EXPERT])),
-        "auc_cells": by_cell,
-        "auc_least": min(others)[0],
-        "nearest": min(others)[1],
-        "auc_random": float(np.mean(random)),
-    }
-
-
-def _telltale(model: FrozenModel, split: Split) -> dict[str, Any]:
-    """Return the token whose presence or absence tells the fitting texts of the target best, and its AUC on others."""
-    special = set(special_ids(model.tokenizer))
-    mine = split.cell_of == split.cells.target
-    present: dict[int, list[float]] = {}
-    for n in split.fitting:
-        for token in set(split.rows[n]) - special:
-            present.setdefault(token, [0.0, 0.0])[int(mine[n])] += 1
-    sizes = [max(int((mine[split.fitting] == side).sum()), 1) for side in (False, True)]
-    gaps = {token: counts[1] / sizes[1] - counts[0] / sizes[0] for token, counts in present.items()}
-    token = max(gaps, key=lambda i: (abs(gaps[i]), -i))
-    held_out = np.array([token in split.rows[n] for n in split.measuring])
-    inside = mine[split.measuring]
-    gap = float(held_out[inside].mean() - held_out[~inside].mean())
-    shown = "present" if gaps[token] > 0 else "absent"
-    return {"text": model.tokenizer.decode([token]), "when": shown, "auc": 0.5 + (gap if gaps[token] > 0 else -gap) / 2}
+def _token(model: FrozenModel, split: Split) -> dict[str, Any]:
+    leave_out = list(special_ids(model.tokenizer))
+    found = telltale(split.rows, split.fitting, split.measuring, split.cell_of, split.cells.target, leave_out)
+    token, more, auc = found
+    return {"text": model.tokenizer.decode([token]), "present": more, "auc": auc}

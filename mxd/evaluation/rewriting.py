@@ -1,10 +1,8 @@
 """A layer's output with something added where certain units are active, or everywhere: texts' classes after that.
 
-    out(x) += strength s(x) v,    s(x) = (abar . a(x)) / (abar . abar),  or  N (abar . a(x))  where coefficients sum to 1
+    out(x) += strength s(x) v
 
-``abar`` is the mean code over the tokens of some texts (muMoE, equation 5, and its lambda = N): where a token has that
-code itself, s is 1, or about the ratio in which its units are used more than evenly. ``s = 1`` is the blind form. v is
-as long as the layer's output is on average.
+v is as long as the layer's output is on average, and ``s`` is affine in the coefficients ``a(x)``: ``Gate``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
@@ -26,25 +24,54 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.lens import Lens
 
 Edit = tuple[str, float]
-"""Where something is added, one of the names in ``Rewriting.means`` or ``BLIND``, and how much."""
+"""Where something is added, one of the names in ``Rewriting.gates`` or ``BLIND``, and how much."""
 BLIND = "blind"
-"""Adds the same at every token."""
+"""Adds the same at every token: s = 1."""
 PLAIN: Edit = (BLIND, 0.0)
 """Adds nothing."""
 
 
-def gate_strength(mean: Float[Tensor, " units"], code: Code, simplex: bool) -> Float[Tensor, "*lead"]:
-    """Return how much of the mean code each token's code has, ``s(x)``.
+@dataclass(frozen=True)
+class Gate:
+    """How much is added at a token, from its code: ``s(x) = weight . a(x) - offset``."""
 
-    Args:
-        mean: ``abar``.
-        code: of the tokens.
-        simplex: whether each token's activations sum to 1.
-    """
-    scale = len(mean) if simplex else 1 / mean.square().sum().clamp_min(1e-30)
-    if code.all_units:
-        return scale * (code.activations @ mean)
-    return scale * (code.activations * mean[code.indices]).sum(-1)
+    weight: Float[Tensor, " units"]
+    offset: float = 0.0
+
+    @staticmethod
+    def by_mean(mean: Float[Tensor, " units"], simplex: bool) -> "Gate":
+        """Return muMoE's gate (equation 5): ``s(x) = N (abar . a(x))``, its lambda = N, where coefficients sum to 1.
+
+        Elsewhere that has no scale, and ``s(x) = (abar . a(x)) / (abar . abar)``: 1 on average over the texts.
+
+        Args:
+            mean: ``abar``, the mean code over some texts' tokens.
+            simplex: whether each token's coefficients sum to 1.
+        """
+        return Gate(mean * len(mean) if simplex else mean / _energy(mean))
+
+    @staticmethod
+    def by_contrast(mean: Float[Tensor, " units"], others: Float[Tensor, " units"]) -> "Gate":
+        """Return ours: ``s(x) = D . (a(x) - others) / (D . D)`` with ``D = abar - others``.
+
+        On average 1 over the texts and 0 over the others, so units that all texts use count for nothing.
+
+        Args:
+            mean: ``abar``.
+            others: the mean code over all other texts' tokens.
+        """
+        weight = (mean - others) / _energy(mean - others)
+        return Gate(weight, float(weight @ others))
+
+    def strength(self, code: Code) -> Float[Tensor, "*lead"]:
+        """Return ``s`` at each token."""
+        if code.all_units:
+            return code.activations @ self.weight - self.offset
+        return (code.activations * self.weight[code.indices]).sum(-1) - self.offset
+
+
+def _energy(mean: Float[Tensor, " units"]) -> Tensor:
+    return mean.square().sum().clamp_min(1e-30)
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,7 @@ class Found:
     right: Bool[np.ndarray, "edits texts"]
     """Which texts are classified right."""
     strengths: dict[str, Float[np.ndarray, " texts"]]
-    """Name of a mean code -> ``s``, the mean over each text's tokens."""
+    """Name of a gate -> ``s``, the mean over each text's tokens."""
 
 
 class Rewriting:
@@ -76,20 +103,26 @@ class Rewriting:
         self.simplex = trained.layer.config.sparsity.simplex
         self.site_of = Dropping(model, trained)
         self.probe = ProbedClass(model, labels)
-        self.means: dict[str, Float[Tensor, " units"]] = {}
-        """Name -> mean code."""
+        self.gates: dict[str, Gate] = {}
         self.length = 0.0
         """Mean length of the layer's output."""
 
-    def fit(self, numbers: Sequence[int], members: Mapping[str, Sequence[int]], advance: Advance) -> None:
-        """Fit the probe on texts, and take the layer's mean length over them, and mean codes over some.
+    def fit(
+        self,
+        numbers: Sequence[int],
+        probed: Sequence[int],
+        members: Mapping[str, Sequence[int]],
+        advance: Advance,
+    ) -> dict[str, Float[Tensor, " units"]]:
+        """Fit the probe, take the layer's mean length over texts, and return mean codes over some of them.
 
         Args:
             numbers: the texts.
-            members: name -> those of them whose tokens' codes are averaged.
+            probed: those that the probe is fitted on.
+            members: name -> those whose tokens' codes are averaged.
             advance: told of the texts that have passed through the model.
         """
-        self.probe.fit(self.site_of.spliced(padded_batches(self.rows, numbers, self.size)))
+        self.probe.fit(self.site_of.spliced(padded_batches(self.rows, probed, self.size)))
         sums = {name: torch.zeros(self.layer.num_units, dtype=torch.float64) for name in members}
         tokens, lengths, every = dict.fromkeys(members, 0), 0.0, 0
         for site in self._sites(numbers):
@@ -104,11 +137,9 @@ class Rewriting:
                 tokens[name] += int(site.there[at].sum())
             advance(len(site.batch.numbers))
         self.length = lengths / max(every, 1)
-        self.means = {name: (sums[name] / max(tokens[name], 1)).float().to(self.model.device) for name in members}
+        return {name: (sums[name] / max(tokens[name], 1)).float().to(self.model.device) for name in members}
 
-    def run(
-        self, numbers: Sequence[int], edits: Sequence[Edit], direction: "Direction", advance: Advance
-    ) -> Found:
+    def run(self, numbers: Sequence[int], edits: Sequence[Edit], direction: "Direction", advance: Advance) -> Found:
         """Classify texts under each edit.
 
         Args:
@@ -119,11 +150,11 @@ class Rewriting:
         """
         place = {number: i for i, number in enumerate(numbers)}
         right = np.zeros((len(edits), len(numbers)), dtype=bool)
-        pooled = {name: np.zeros(len(numbers)) for name in self.means}
+        pooled = {name: np.zeros(len(numbers)) for name in self.gates}
         for site in self._sites(numbers):
             at = [place[number] for number in site.batch.numbers]
             out, added = site.out, direction(site)
-            strengths = {name: self._strength(site, mean) for name, mean in self.means.items()}
+            strengths = {name: _strength(site, gate) for name, gate in self.gates.items()}
             for name, strength in strengths.items():
                 pooled[name][at] = (strength.sum(-1) / site.there.sum(-1).clamp_min(1)).double().cpu().numpy()
             strengths[BLIND] = site.there.to(out.dtype)
@@ -134,16 +165,16 @@ class Rewriting:
                 advance(len(at))
         return Found(right, pooled)
 
-    def _strength(self, site: Site, mean: Float[Tensor, " units"]) -> Float[Tensor, "batch seq"]:
-        active = site.code.with_activations(site.code.activations * site.active)
-        return gate_strength(mean, active, self.simplex)
-
     def _sites(self, numbers: Sequence[int]) -> Iterator[Site]:
         return map(self.site_of.at, padded_batches(self.rows, numbers, self.size))
 
 
 Direction = Callable[[Site], Float[Tensor, "*batch d_out"]]
 """What is added to the outputs on a batch, at each token as long as these are on average."""
+
+
+def _strength(site: Site, gate: Gate) -> Float[Tensor, "batch seq"]:
+    return gate.strength(site.code) * site.there
 
 
 def direction_of(named: str, rewriting: Rewriting, label: int) -> Direction:
