@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+Numbers = Float[np.ndarray, "..."] | float
+"""One number for each set of accuracies; a plain one for a single set."""
+
 DRAWS = 1000
 """Bootstrap samples of the texts."""
 
@@ -70,7 +73,7 @@ def resampled(
     return np.stack(found, -1)
 
 
-def equality_of_opportunity(accuracies: Float[np.ndarray, "*n cells"], cells: Cells) -> Float[np.ndarray, "*n"]:
+def equality_of_opportunity(accuracies: Float[np.ndarray, "*n cells"], cells: Cells) -> Numbers:
     """Return ``|P(yhat = y | A = a, y) - P(yhat = y | A != a, y)|``, y the target's label and a its group.
 
     0 where texts of the label are recognised as often in the target's group as in the others.
@@ -83,24 +86,24 @@ def equality_of_opportunity(accuracies: Float[np.ndarray, "*n cells"], cells: Ce
     return np.abs(accuracies[..., cells.target] - accuracies @ (others / others.sum()))
 
 
-def std_bias(accuracies: Float[np.ndarray, "*n cells"]) -> Float[np.ndarray, "*n"]:
+def std_bias(accuracies: Float[np.ndarray, "*n cells"]) -> Numbers:
     """Return the standard deviation of the cells' accuracies about their mean (of all of them, not of a sample)."""
     return accuracies.std(-1)
 
 
-def max_min(accuracies: Float[np.ndarray, "*n cells"]) -> Float[np.ndarray, "*n"]:
+def max_min(accuracies: Float[np.ndarray, "*n cells"]) -> Numbers:
     """Return the least accuracy of a cell."""
     return accuracies.min(-1)
 
 
-def overall(accuracies: Float[np.ndarray, "*n cells"], cells: Cells) -> Float[np.ndarray, "*n"]:
+def overall(accuracies: Float[np.ndarray, "*n cells"], cells: Cells) -> Numbers:
     """Return the accuracy on all texts, among which a rare cell counts little."""
     return accuracies @ (cells.texts / cells.texts.sum())
 
 
 def rewrite_score(
-    before: Float[np.ndarray, "*n cells"], after: Float[np.ndarray, "*n cells"], target: int
-) -> Float[np.ndarray, "*n"]:
+    before: Float[np.ndarray, "*#n cells"], after: Float[np.ndarray, "*#n cells"], target: int
+) -> Numbers:
     """Return what the target's accuracy gains, less all that the other cells' accuracies move, up or down.
 
     At most ``1 - before[target]``: the target is always right, and nothing else has changed.
@@ -116,8 +119,8 @@ def rewrite_score(
 
 
 def metrics(
-    before: Float[np.ndarray, "*n cells"], after: Float[np.ndarray, "*n cells"], cells: Cells
-) -> dict[str, Float[np.ndarray, "*n"]]:
+    before: Float[np.ndarray, "*#n cells"], after: Float[np.ndarray, "*#n cells"], cells: Cells
+) -> dict[str, Numbers]:
     """Return every metric by name, given the accuracy on each cell before and after rewriting."""
     return {
         "target_accuracy": after[..., cells.target],

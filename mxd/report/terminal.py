@@ -35,12 +35,16 @@ from mxd.metrics import (
     RANDOM_NMSE,
     RANKS,
     RATE,
+    REWRITE,
+    REWRITTEN,
+    SEPARATION,
     SUBSET,
     SUBSET_MODES,
     TASKS_OWN,
     THRESHOLD,
     TOP1,
     TOXIC,
+    WAYS,
     WHOLE,
     WHOLE_ORDERS,
     WON_BACK,
@@ -363,3 +367,25 @@ def terminal_diff(example: Mapping[str, Any]) -> Text:
     text.append("".join(spliced[:agreed]), style="green")
     text.append("".join(spliced[agreed:]), style="red")
     return text.append(f"\n         {agreed} of {len(base)} tokens agree\n")
+
+
+def rewrite_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what each way of rewriting does, layer by layer; what is gained over blind; and how well cells are told."""
+    for name, result in results.items():
+        target = result["cells"][result["target"]]
+        title = f"{name}: outputs rewritten for {target['label']}, {target['group']}; {target['measured']} texts of it"
+        columns = ("outputs", "strength", *(metric.title for metric in REWRITTEN), *_cells(result))
+        table = Table(*columns, title=title, title_justify="left")
+        for way, found in result["ways"].items():
+            cells = (f"{accuracy:.1%}" for accuracy in found["cells"])
+            strengths = ", ".join(f"{strength:g}" for strength in found.get("strengths", []))
+            table.add_row(WAYS[way], strengths, *(metric.with_error(found) for metric in REWRITTEN), *cells)
+        yield table
+    yield _metrics_table("Rewrite scores, and what they gain over the best blind rewriting", results, REWRITE, "layer")
+    token = next(iter(results.values()))["token"]
+    said = f"the token is {token['text']!r}, {'present' if token['present'] else 'absent'}"
+    yield _metrics_table(f"How well texts of the target are told from others; {said}", results, SEPARATION, "layer")
+
+
+def _cells(result: Mapping[str, Any]) -> list[str]:
+    return [f"{cell['label']}, {cell['group']}" for cell in result["cells"]]

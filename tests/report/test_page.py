@@ -101,6 +101,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "toxicity": {"toxicity"},
         "ablation": {"ablation"},
         "subset": {"subset"},
+        "rewrite": {"rewrite"},
     }
     everything = {section.id for section in build_sections(read_run(run))}
     assert everything == {"trained", "training"}.union(*titles.values())
