@@ -374,18 +374,15 @@ def rewrite_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     for name, result in results.items():
         target = result["cells"][result["target"]]
         title = f"{name}: outputs rewritten for {target['label']}, {target['group']}; {target['measured']} texts of it"
-        columns = ("outputs", "strength", *(metric.title for metric in REWRITTEN), *_cells(result))
-        table = Table(*columns, title=title, title_justify="left")
+        yield _metrics_table(title, {WAYS[way]: found for way, found in result["ways"].items()}, REWRITTEN, "outputs")
+        cells = (f"{cell['label']}, {cell['group']}" for cell in result["cells"])
+        table = Table("outputs", "strength", *cells, title="accuracy on each cell", title_justify="left")
         for way, found in result["ways"].items():
-            cells = (f"{accuracy:.1%}" for accuracy in found["cells"])
             strengths = ", ".join(f"{strength:g}" for strength in found.get("strengths", []))
-            table.add_row(WAYS[way], strengths, *(metric.with_error(found) for metric in REWRITTEN), *cells)
+            pairs = zip(found["cells"], found["cells_se"], strict=True)
+            table.add_row(WAYS[way], strengths, *(f"{accuracy:.1%} ± {error:.1%}" for accuracy, error in pairs))
         yield table
     yield _metrics_table("Rewrite scores, and what they gain over the best blind rewriting", results, REWRITE, "layer")
     token = next(iter(results.values()))["token"]
     said = f"the token is {token['text']!r}, {'present' if token['present'] else 'absent'}"
     yield _metrics_table(f"How well texts of the target are told from others; {said}", results, SEPARATION, "layer")
-
-
-def _cells(result: Mapping[str, Any]) -> list[str]:
-    return [f"{cell['label']}, {cell['group']}" for cell in result["cells"]]
