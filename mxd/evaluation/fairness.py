@@ -121,7 +121,13 @@ def rewrite_score(
 def metrics(
     before: Float[np.ndarray, "*#n cells"], after: Float[np.ndarray, "*#n cells"], cells: Cells
 ) -> dict[str, Numbers]:
-    """Return every metric by name, given the accuracy on each cell before and after rewriting."""
+    """Return every metric by name.
+
+    Args:
+        before: accuracy on each cell.
+        after: the same once outputs are rewritten.
+        cells: what these are.
+    """
     return {
         "target_accuracy": after[..., cells.target],
         "equality_of_opportunity": equality_of_opportunity(after, cells),
@@ -163,9 +169,9 @@ def compared(
         values = metrics(accuracies[:1], accuracies[rows], cells) | {"cells": accuracies[rows]}
         drawn = metrics(samples[:1], samples[rows], cells) | {"cells": samples[rows]}
         for key, value in values.items():
-            found[way][key] = value.mean(0).tolist()
-            found[way][f"{key}_se"] = drawn[key].mean(0).std(0, ddof=1).tolist()
-        scores[way] = drawn["rewrite_score"].mean(0)
+            found[way][key] = np.mean(value, 0).tolist()
+            found[way][f"{key}_se"] = np.mean(drawn[key], 0).std(0, ddof=1).tolist()
+        scores[way] = np.mean(drawn["rewrite_score"], 0)
     differences = {}
     for key, (one, other) in gains.items():
         differences[key] = found[one]["rewrite_score"] - found[other]["rewrite_score"]

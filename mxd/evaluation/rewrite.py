@@ -279,7 +279,7 @@ def chosen_edits(edits: Sequence[Edit], accuracies: Float[np.ndarray, "edits cel
     """
     scores = rewrite_score(accuracies[:1], accuracies, cells.target)
     chosen: dict[str, tuple[float, Edit]] = {}
-    for (way, much), score in zip(edits, scores.tolist(), strict=True):
+    for (way, much), score in zip(edits, np.asarray(scores).tolist(), strict=True):
         best, _ = chosen.setdefault(way, (0.0, (way, 0.0)))
         if score > best + 1e-12:  # beyond rounding
             chosen[way] = score, (way, much)

@@ -21,7 +21,7 @@ from mxd.evaluation.rewriting import Gate, Rewriting, direction_of
 from mxd.evaluation.walk import evaluating
 from mxd.layers import Code
 from mxd.metrics import SEPARATION
-from mxd.questions import RewriteConfig, checked
+from mxd.questions import RewriteConfig, changed, checked
 from mxd.splice import spliced
 
 WORDS = {"law": [" court", " law", " government", " president"], "sea": [" water", " island", " river", " ocean"]}
@@ -86,7 +86,7 @@ def oracle(trained_gpt2):
     return trained_on(trained_gpt2, BLOCK, one_unit_for_each_cell(trained_gpt2))
 
 
-HOW = RewriteConfig(strengths=(1, 4), draws=2, target_label="law", target_group="y", support=1)
+HOW = RewriteConfig(strengths=(2,), draws=1, target_label="law", target_group="y", support=1)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,14 @@ def test_one_expert_for_each_group_moves_that_group_alone(found):
     assert plain["target_accuracy"] < 1, "there is something to rewrite"
     assert expert["rewrite_score"] == pytest.approx(1 - plain["target_accuracy"]) == found["best"]
     assert expert["cells"] == [1.0 if n == 1 else accuracy for n, accuracy in enumerate(plain["cells"])]
-    assert expert["strengths"] in ([1], [4])
+    assert expert["strengths"] == [2]
     assert found["separation"]["expert"]["auc"] == found["separation"]["expert"]["auc_least"] == 1
     assert found["token"] == {"text": MARKERS[TARGET], "present": True, "auc": 1.0}, "found by its marker alone"
 
 
 def test_blind_moves_all_and_is_chosen_as_little_as_is_good_for_it(found):
     strongest = found["tried"]["blind"][-1]
-    assert strongest["strength"] == 4
+    assert strongest["strength"] == 2
     # everything is called law: the target gains all it can, the other law too, and both groups of sea are lost
     assert strongest["target"] > 0 and strongest["others"] > 1.5
     assert found["tried"]["expert"][-1]["others"] == 0 and found["tried"]["contrast"][-1]["target"] > 0
@@ -333,8 +333,9 @@ def test_the_rarest_cell_is_the_target_and_the_command_writes_it(tmp_path, train
 
 
 def test_controls_are_as_many_texts_of_other_cells(trained_gpt2):
-    split = rewrite._split(trained_gpt2, TEXTS, LABELS, GROUPS, HOW, 128, True)
-    sets = rewrite._sets(split, HOW)
+    how = changed(HOW, draws=2)
+    split = rewrite._split(trained_gpt2, TEXTS, LABELS, GROUPS, how, 128, True)
+    sets = rewrite._sets(split, how)
     assert set(sets) == {"target", "0", "1"}
     mine, rest = sets["target"]
     assert {split.cell_of[n] for n in mine} == {1} and sorted(mine + rest) == sorted(split.fitting)

@@ -342,14 +342,14 @@ def rewritten(rng: Any, name: str, n: int) -> dict[str, Any]:
     names = ("rewrite_score", "target_accuracy", "equality_of_opportunity", "std_bias", "max_min", "accuracy")
     ways: dict[str, Any] = {}
     for i, way in enumerate(("plain", "blind", "expert", "random", "contrast", "random_contrast")):
-        values = {key: 0.125 * i for key in names} | {f"{key}_se": 0.0625 for key in names}
+        values = dict.fromkeys(names, 0.125 * i) | {f"{key}_se": 0.0625 for key in names}
         ways[way] = values | {"cells": [0.5, 0.75, 0.25 + 0.125 * i], "cells_se": [0.0625, 0.03125, 0.125]}
         ways[way] |= {"strengths": [0.0] if way == "blind" else [0.125, 0.25]} if i else {}
     cells = [
         {"label": label, "group": group, "fitted": 3, "tuned": 3, "measured": 6}
         for label, group in (("law", "long"), ("law", f"short {EVIL}"), (f"sport {EVIL}", "long"))
     ]
-    gains = {key: 0.25 * n for key in ("gain", "gain_random", "gain_contrast", "gain_contrast_random")}
+    gains = dict.fromkeys(("gain", "gain_random", "gain_contrast", "gain_contrast_random"), 0.25 * n)
     apart = {"auc": 0.75, "auc_cells": [0.75, 0.625, None], "auc_least": 0.625, "nearest": 1}
     tried = [{"strength": 0.125, "target": 0.25, "others": 0.125}, {"strength": 0.25, "target": 0.5, "others": 0.75}]
     return {
@@ -364,6 +364,6 @@ def rewritten(rng: Any, name: str, n: int) -> dict[str, Any]:
         **{f"{key}_se": 0.125 for key in gains},
         "best": 0.75,
         "tried": {way: tried for way in ways if way != "plain"},
-        "separation": {way: apart for way in ("expert", "contrast")}
+        "separation": dict.fromkeys(("expert", "contrast"), apart)
         | {way: {"auc": 0.5} for way in ("random", "random_contrast")},
     }

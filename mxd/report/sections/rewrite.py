@@ -81,8 +81,8 @@ def _cells(results: Results) -> Figure:
         panels.append(dots(replacement.label, Axis(CELL_ACCURACY.label, percent=True), rows))
     caption = (
         "Accuracy on each cell, a group's texts of one label; the target is marked (»). Good rewriting moves the "
-        "target to the right and no other cell. Standard errors stand in the tables: a cell of few texts moves by chance. "
-        "After figure 25 of the muMoE paper."
+        "target to the right and no other cell. Standard errors stand in the tables: a cell of few texts moves by "
+        "chance. After figure 25 of the muMoE paper."
     )
     return Figure(caption, panels, [keys[way] for way in shown])
 
