@@ -245,7 +245,7 @@ def test_rewriting_shows_every_cell_before_and_after_and_the_gain_over_blind(run
     assert [key.label for key in cells.keys] == ["unchanged", "blind", "by expert", "by contrast"]
     assert f"» sport {EVIL}, long: unchanged 25%, blind 38%, by expert 50%, by contrast 75%" in cells.panels[0].alt
     assert "» law" not in cells.panels[0].alt
-    assert [cell.text for cell in gains.rows[1]] == ["MxD, k32", *["+0.250 ± 0.125"] * 4, "0.750"]
+    assert [cell.text for cell in gains.rows[1]] == ["MxD, k32", *["+0.750 ± 0.125"] * 4, "0.750"]
     assert [cell.text for cell in separation.rows[0]][1:8] == [*("0.750", "0.625") * 2, "0.500", "0.500", "0.625"]
     assert separation.rows[0][-1].text.endswith("present") and separation.rows[1][-1].text.endswith("absent")
     expert = tables[0].rows[2]
