@@ -39,6 +39,7 @@ Question = Literal[
     "toxicity",
     "ablation",
     "subset",
+    "rewrite",
 ]
 """The questions of `mxd compare`, in the order of the report's sections; a section has the name of its question."""
 
@@ -395,6 +396,47 @@ class SubsetConfig(Settings):
     """Draws the order of the text, and the random units."""
 
 
+class RewriteConfig(Settings):
+    """Can outputs be rewritten for one group of texts, found by its units, and for no other?"""
+
+    set: str = "figures"
+    """Texts with a label and a group each: ``figures`` (bundled: texts about the economy or the country, with figures
+    or in words alone), a file, folder or pattern, or a Hub dataset, as for probe."""
+    target_label: str | None = None
+    """Label of the target; by default that of the rarest pair of a label and a group."""
+    target_group: str | None = None
+    """Group of the target; by default that of the rarest pair."""
+    support: PositiveInt | None = None
+    """Texts of the target that the probe is fitted on, at most: fewer make it fail more on the target; by default
+    all that there are to fit on."""
+    direction: Annotated[str, Field(pattern=r"^(probe|token:.+|unit:\d+)$")] = "probe"
+    """What is added to outputs: the direction of the target's label in the ``probe``, the unembedding of a token
+    (``token: yes``), or a unit's own output (``unit:17``)."""
+    strengths: NoOption[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]] = (
+        1 / 32,
+        1 / 16,
+        1 / 8,
+        1 / 4,
+        1 / 2,
+    )
+    """How much is added, in lengths of the layer's mean output; nothing at all is tried, too."""
+    draws: PositiveInt = 2
+    """Controls: random texts outside the target in its place."""
+    neurons: bool = False
+    """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
+    text_column: str = "text"
+    """Field that holds the text."""
+    label_column: str = "label"
+    """Field that holds the label."""
+    group_column: str = "group"
+    """Field that holds the group."""
+    limit: Annotated[int, Field(ge=4)] = 200
+    """Texts of each pair of a label and a group, at most: a quarter fits the probe and the units, a quarter chooses
+    the strength, half are measured."""
+    seed: NonNegativeInt = 0
+    """Draws the texts, the controls and the samples of the bootstrap."""
+
+
 class EvaluationConfig(Settings):
     """What `mxd compare` measures once everything is trained."""
 
@@ -424,6 +466,8 @@ class EvaluationConfig(Settings):
     """As `mxd ablate`."""
     subset: SubsetConfig = SubsetConfig()
     """As `mxd subset`."""
+    rewrite: RewriteConfig = RewriteConfig()
+    """As `mxd rewrite`."""
 
 
 DEFAULTS, PURGING, UNDER_MASK = EvaluationConfig(), PurgingConfig(), UnderMaskConfig()

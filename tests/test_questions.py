@@ -55,6 +55,13 @@ COMMANDS = {
         },
     ),
     "subset": ([DEFAULTS.subset], {"--tokens", "--mode", "--draws", "--timings", "--seed"}),
+    "rewrite": (
+        [DEFAULTS.rewrite],
+        {
+            *("--set", "--target-label", "--target-group", "--support", "--direction", "--draws", "--neurons"),
+            *("--text-column", "--label-column", "--group-column", "--limit", "--seed"),
+        },
+    ),
     "steer": (
         [DEFAULTS.steering],
         {
@@ -94,6 +101,9 @@ def test_what_a_command_takes_in_another_form_says_the_same():
     assert f"by default {DEFAULTS.masking.limit}, or below and above the mean score, {PURGING.limit};" in words
     assert shared.numbers("", defaults(commands.mask)["thresholds"], float) == list(PURGING.thresholds)
     assert shared.numbers("", defaults(commands.subset)["keep"], shared.fraction) == list(DEFAULTS.subset.keep)
+    assert shared.numbers("", defaults(commands.rewrite)["strengths"], shared.fraction) == list(
+        DEFAULTS.rewrite.strengths
+    )
     assert shared.ranges("", defaults(commands.steer)["units"]) == list(range(DEFAULTS.steering.first))
     assert shared.numbers("", defaults(commands.toxicity)["thresholds"], float) == list(PURGING.thresholds)
     assert DEFAULTS.probing.side is None and DEFAULTS.masking.seed == PURGING.seed

@@ -24,6 +24,7 @@ from mxd.questions import (
     MaskingConfig,
     ProbingConfig,
     PurgingConfig,
+    RewriteConfig,
     SteeringConfig,
     StructureConfig,
     SubsetConfig,
@@ -459,6 +460,40 @@ def subset(
 
 
 @app.command
+def rewrite(
+    *checkpoints: str,
+    strengths: str = "1/32,1/16,1/8,1/4,1/2",
+    how: Annotated[RewriteConfig, FLAT] = DEFAULTS.rewrite,
+    context: int | None = None,
+    model: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Rewrite outputs for one group's texts of one label, found by their units, and measure what every group gets.
+
+    Blind rewriting, which adds the same everywhere, and random texts' units stand beside it.
+
+    Args:
+        checkpoints: As for evaluate; each layer is spliced in alone.
+        strengths: How much is added, in lengths of the layer's mean output, as fractions or decimals: one is chosen for
+            each way of rewriting, or none.
+        how: The question's config.
+        context: Tokens of a text that are read; by default as in training.
+        model: Base model in place of the one named in the checkpoints.
+        device: auto (CUDA where there is one), cpu, cuda.
+        out: JSON file; by default rewrite.json in the first folder.
+    """
+    how = changed(how, strengths=numbers("--strengths", strengths, fraction))
+    subject = HeldOut(context=context, model=model, device=device).open("rewrite", checkpoints)
+    from mxd.evaluation.rewrite import answer
+    from mxd.report.terminal import rewrite_tables
+
+    results = answer(subject, how)
+    show(*rewrite_tables(results["results"]))
+    save(results, checkpoints, "rewrite", out)
+
+
+@app.command
 def probe(
     *checkpoints: str,
     how: Annotated[ProbingConfig, FLAT] = DEFAULTS.probing,
@@ -558,7 +593,8 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
     """Train every replacement of a run, answer the questions its config asks, and write the report.
 
     The questions are --evaluation.questions
-    '[faithfulness, generation, whole, units, structure, probing, masking, steering, toxicity, ablation, subset]'.
+    '[faithfulness, generation, whole, units, structure, probing, masking, steering, toxicity, ablation, subset,
+    rewrite]'.
     Run it again to continue after an interruption, or to ask more: existing results are kept.
 
     Args:

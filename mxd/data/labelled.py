@@ -10,7 +10,7 @@ from mxd.common.bundled import bundled
 from mxd.common.errors import MxdError
 from mxd.common.parsing import without_surrogates
 from mxd.data.presets import PREFIX, preset_texts
-from mxd.data.tables import TABLES, Located, check_columns, file_rows, hub_rows, hub_table, local_files, stem_of
+from mxd.data.tables import TABLES, Located, Row, check_columns, file_rows, hub_rows, hub_table, local_files, stem_of
 from mxd.questions import DEFAULTS, PURGING
 
 BUNDLED_SETS = ("factbook", "languages", "gender")
@@ -32,6 +32,8 @@ class LabelledTexts:
     last."""
     side: Literal["first", "last"] | None = None
     """Which tokens of a longer text are read; by default as the level says."""
+    groups: list[str] | None = None
+    """The group that each text is of, beside its label, where it was asked for."""
 
     @property
     def level(self) -> str:
@@ -49,6 +51,7 @@ def labelled_texts(
     text_column: str = DEFAULTS.probing.text_column,
     label_column: str = DEFAULTS.probing.label_column,
     split: str = DEFAULTS.probing.split,
+    group_column: str | None = None,
 ) -> LabelledTexts:
     """Read a labelled set.
 
@@ -63,20 +66,21 @@ def labelled_texts(
         text_column: the field that holds the text.
         label_column: the field that holds the label.
         split: split of a Hub dataset; files are read whole.
+        group_column: the field that holds the group; by default there are no groups.
 
     Raises:
-        MxdError: nothing is there, no such column or split, a row without text or label, a span outside the text, fewer
-            than two classes, or the Hub cannot be reached.
+        MxdError: nothing is there, no such column or split, a row without text, label or group, a span outside the
+            text, fewer than two classes, or the Hub cannot be reached.
     """
     source = str(source)
     if source in BUNDLED_SETS:
-        return _checked(source, file_rows([bundled(f"probing/{source}.parquet")]), "text", "label")
+        return _checked(source, file_rows([bundled(f"probing/{source}.parquet")]), "text", "label", group_column)
     if source.startswith(PREFIX):
         texts, labels, side = preset_texts(source.removeprefix(PREFIX))
         return LabelledTexts(source, [without_surrogates(text) for text in texts], labels, side=side)
     if files := local_files(source, "labelled texts"):
         name = stem_of(files[0]) if len(files) == 1 else source
-        return _checked(name, file_rows(files), text_column, label_column)
+        return _checked(name, file_rows(files), text_column, label_column, group_column)
     if "/" not in source:
         raise MxdError(
             f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give one of the MxD "
@@ -85,9 +89,11 @@ def labelled_texts(
             "org/name[:config][@revision]."
         )
     table = hub_table(source, split, f"a bundled set ({', '.join(BUNDLED_SETS)})")
-    names = getattr(table.features.get(label_column), "names", None)
     rows = hub_rows(source, table)
-    return _checked(source, _named(rows, label_column, names) if names else rows, text_column, label_column)
+    for column in dict.fromkeys(filter(None, (label_column, group_column))):
+        if names := getattr(table.features.get(column), "names", None):
+            rows = _named(rows, column, names)
+    return _checked(source, rows, text_column, label_column, group_column)
 
 
 def scored_texts(
@@ -141,26 +147,36 @@ def _named(rows: Iterable[Located], column: str, names: list[str]) -> Iterator[L
         yield where, row | {column: name_of.get(row[column])}
 
 
-def _checked(name: str, rows: Iterable[Located], text_column: str, label_column: str) -> LabelledTexts:
-    texts, labels, spans = [], [], []
+def _checked(
+    name: str, rows: Iterable[Located], text_column: str, label_column: str, group_column: str | None = None
+) -> LabelledTexts:
+    texts, labels, spans, groups = [], [], [], []
+    columns = {"--text-column": text_column, "--label-column": label_column}
+    columns |= {"--group-column": group_column} if group_column else {}
     for where, row in rows:
-        check_columns(where, row, {"--text-column": text_column, "--label-column": label_column})
-        text, label = row[text_column], row[label_column]
+        check_columns(where, row, columns)
+        text = row[text_column]
         if not isinstance(text, str):
             raise MxdError(f"{where}: {text_column!r} is {text!r}; expected a text.")
-        if not isinstance(label, str | int) or label == "":
-            raise MxdError(f"{where}: {label_column!r} is {label!r}; expected the name or number of a class.")
         texts.append(without_surrogates(text))
-        labels.append(without_surrogates(str(label)))
+        labels.append(_name(where, row, label_column, "class"))
+        groups += [_name(where, row, group_column, "group")] if group_column else []
         if "start" in row and "end" in row:
             spans.append(_span(where, row["start"], row["end"], len(text)))
     if spans and len(spans) < len(texts):
         raise MxdError(f"{name}: {len(spans)} of {len(texts)} rows have a span, start and end; give it to all or none.")
-    labelled = LabelledTexts(name, texts, labels, spans or None)
+    labelled = LabelledTexts(name, texts, labels, spans or None, groups if group_column else None)
     if len(labelled.classes) < 2:
         got = f"only {labelled.classes[0]!r}" if labelled.classes else "no rows"
         raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")
     return labelled
+
+
+def _name(where: str, row: Row, column: str, what: str) -> str:
+    """Return the name of a row's class or group."""
+    if not isinstance(row[column], str | int) or row[column] == "":
+        raise MxdError(f"{where}: {column!r} is {row[column]!r}; expected the name or number of a {what}.")
+    return without_surrogates(str(row[column]))
 
 
 def _span(where: str, start: Any, end: Any, length: int) -> tuple[int, int]:

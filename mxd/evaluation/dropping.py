@@ -1,7 +1,8 @@
 """Texts with one unit, or some coefficients, dropped from one layer: only what that can change runs again.
 
 Only one layer is spliced in, so what it reads does not depend on what is dropped: its code is taken once for each
-batch, and its output with some coefficients at zero stands in the MLP's place while the blocks above it run.
+batch, and its output with some coefficients at zero, or another one, stands in the MLP's place while the blocks above
+it run.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Activity:
 class Dropping:
     """A layer in its place in the model, with what is dropped from it."""
 
-    def __init__(self, model: FrozenModel, trained: Trained, units: Sequence[int], seed: int) -> None:
+    def __init__(self, model: FrozenModel, trained: Trained, units: Sequence[int] = (), seed: int = 0) -> None:
         """Take the layer and what is dropped.
 
         Args:
@@ -81,8 +82,8 @@ class Dropping:
         code = self.layer.encode(read)
         listed = Code(code.activations, code.indices, code.all_units)  # a plain list, whatever kind of code it is
         # Elsewhere the layer answers with its stored constant, or no text is left.
-        acts = torch.from_numpy(batch.real).to(read.device) & ~self.layer.at_bos(read)
-        return Site(self, batch, below.get(self.block), read, listed, (code.activations > 0) & acts.unsqueeze(-1))
+        there = torch.from_numpy(batch.real).to(read.device) & ~self.layer.at_bos(read)
+        return Site(self, batch, below.get(self.block), read, listed, there)
 
     def spliced(self, batches: Iterable[PaddedTexts]) -> Iterator[PaddedTexts]:
         """Yield batches while the whole layer is in the model, for that batch."""
@@ -127,8 +128,18 @@ class Site:
     """What the block below returned; ``None`` for block 0."""
     read: Float[Tensor, "batch seq d_in"]
     code: Code
-    active: Bool[Tensor, "batch seq k"]
-    """Where the code's entries are active and a change of them changes the output."""
+    there: Bool[Tensor, "batch seq"]
+    """Tokens of the texts at which the layer answers with its units."""
+
+    @property
+    def active(self) -> Bool[Tensor, "batch seq k"]:
+        """Where the code's entries are active and a change of them changes the output."""
+        return (self.code.activations > 0) & self.there.unsqueeze(-1)
+
+    @property
+    def out(self) -> Float[Tensor, "batch seq d_out"]:
+        """The layer's output."""
+        return self.dropping.layer.decode(self.read, self.code)
 
     def coefficients(self) -> Int[np.ndarray, "batch units"]:
         """Return how many coefficients each unit has in each text."""
@@ -139,7 +150,7 @@ class Site:
         places[units] = torch.arange(len(units), device=units.device)
         at = places[self.code.indices]
         counted = self.active & (at >= 0)
-        counts = torch.zeros(len(self.active), len(units), dtype=torch.int64, device=units.device)
+        counts = torch.zeros(len(self.there), len(units), dtype=torch.int64, device=units.device)
         ones = counts.new_ones(int(counted.sum()))
         return counts.index_put_((counted.nonzero()[:, 0], at[counted]), ones, accumulate=True).cpu().numpy()
 
@@ -204,8 +215,22 @@ class Site:
         Arguments as ``run``.
         """
         at = torch.from_numpy(rows).to(self.read.device)
+        with self.answering(rows, self.dropping.layer.decode(self.read[at], self._code(at, dropped))) as texts:
+            yield texts
+
+    @contextmanager
+    def answering(
+        self, rows: Int[np.ndarray, " pairs"], out: Float[Tensor, "pairs seq d_out"]
+    ) -> Iterator[PaddedTexts]:
+        """As ``entered``, with any output in the MLP's place.
+
+        Args:
+            rows: texts of the batch.
+            out: stands there for each of them.
+        """
+        at = torch.from_numpy(rows).to(self.read.device)
         given, splice = self.dropping.given, self.dropping.splice
-        given.out = self.dropping.layer.decode(self.read[at], self._code(at, dropped))
+        given.out = out
         texts = PaddedTexts(self.batch.ids[rows], self.batch.real[rows], [self.batch.numbers[row] for row in rows])
         with splice.entered(), self.dropping.model.resumed(self.dropping.block, _of_rows(self.below, at)):
             yield texts

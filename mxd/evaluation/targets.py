@@ -84,6 +84,19 @@ class ProbedClass(Target):
         """Return 1 for each text whose class the probe names."""
         return (self._probe.predict(self.pooled(batch)) == self.groups[batch.numbers]).astype(int)
 
+    def direction(self, group: int) -> Float[np.ndarray, " width"]:
+        """Return along which direction of the final hidden states the probe's score of a class grows fastest.
+
+        Args:
+            group: the class's number.
+        """
+        scaler, regression = self._probe[0], self._probe[-1]
+        if len(regression.classes_) == 2:  # one row, which speaks for the second
+            row = regression.coef_[0] * (1 if regression.classes_[1] == group else -1)
+        else:
+            row = regression.coef_[list(regression.classes_).index(group)]
+        return row / scaler.scale_
+
     def pooled(self, batch: PaddedTexts) -> Float[np.ndarray, "batch width"]:
         """Return the mean of each text's final hidden states over the tokens that count."""
         ids = torch.from_numpy(batch.ids)

@@ -64,6 +64,17 @@ class Lens:
         logits = torch.cat([folded @ rows.float().T for rows in self.unembedding.split(ROWS)], -1)
         return logits - logits.mean(-1, keepdim=True)
 
+    def before_norm(self, reading: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
+        """Return the direction in the residual stream whose addition a reader of the final states sees most of.
+
+        That is the gradient of ``reading . norm(h)`` at h, up to the norm's division, which is left out as elsewhere.
+
+        Args:
+            reading: what the final hidden states are multiplied with: a row of the unembedding, or a probe's weights.
+        """
+        folded = reading.to(self.scale) * self.scale
+        return folded - folded.mean() if self.centred else folded
+
     def chance(self, seed: int = 0) -> float:
         """Return the mean ``peak`` of random directions, Gaussian in every coordinate."""
         generator = torch.Generator().manual_seed(seed)

@@ -36,12 +36,16 @@ from mxd.metrics import (
     RANDOM_NMSE,
     RANKS,
     RATE,
+    REWRITE,
+    REWRITTEN,
+    SEPARATION,
     SUBSET,
     SUBSET_MODES,
     TASKS_OWN,
     THRESHOLD,
     TOP1,
     TOXIC,
+    WAYS,
     WHOLE,
     WHOLE_ORDERS,
     WON_BACK,
@@ -379,3 +383,22 @@ def terminal_diff(example: Mapping[str, Any]) -> Text:
     text.append("".join(spliced[:agreed]), style="green")
     text.append("".join(spliced[agreed:]), style="red")
     return text.append(f"\n         {agreed} of {len(base)} tokens agree\n")
+
+
+def rewrite_tables(results: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what each way of rewriting does, layer by layer; what is gained over blind; and how well cells are told."""
+    for name, result in results.items():
+        target = result["cells"][result["target"]]
+        title = f"{name}: outputs rewritten for {target['label']}, {target['group']}; {target['measured']} texts of it"
+        yield _metrics_table(title, {WAYS[way]: found for way, found in result["ways"].items()}, REWRITTEN, "outputs")
+        cells = (f"{cell['label']}, {cell['group']}" for cell in result["cells"])
+        table = Table("outputs", "strength", *cells, title="accuracy on each cell", title_justify="left")
+        for way, found in result["ways"].items():
+            strengths = ", ".join(f"{strength:g}" for strength in found.get("strengths", []))
+            pairs = zip(found["cells"], found["cells_se"], strict=True)
+            table.add_row(WAYS[way], strengths, *(f"{accuracy:.1%} ± {error:.1%}" for accuracy, error in pairs))
+        yield table
+    yield _metrics_table("Rewrite scores, and what they gain over the best blind rewriting", results, REWRITE, "layer")
+    token = next(iter(results.values()))["token"]
+    said = f"the token is {token['text']!r}, {'present' if token['present'] else 'absent'}"
+    yield _metrics_table(f"How well texts of the target are told from others; {said}", results, SEPARATION, "layer")

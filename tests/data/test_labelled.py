@@ -159,6 +159,12 @@ def test_a_hub_dataset_gives_the_names_of_its_classes(monkeypatch):
     found = labelled_texts("org/name:part@v1", split="test")
     assert found.labels == ["yes", "no"] and found.name == "org/name:part@v1"
     assert asked == [(("org/name", "part"), {"split": "test", "streaming": False, "revision": "v1"})]
+    assert found.groups is None
+    grouped = table.add_column("team", [0, 1]).cast_column("team", datasets.ClassLabel(names=["red", "blue"]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: grouped)
+    found = labelled_texts("org/name", group_column="team")
+    assert (found.labels, found.groups) == (["yes", "no"], ["red", "blue"])
+    assert labelled_texts("org/name", group_column="label").groups == ["yes", "no"]
     unlabelled = datasets.Dataset.from_dict({"text": ["a"], "label": [-1]}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: unlabelled)
     with pytest.raises(MxdError, match="row 1: 'label' is None"):

@@ -27,6 +27,7 @@ SMALL = {
     "masking": {"limit": 4},
     "steering": {"first": 2, "samples": 2},
     "ablation": {"limit": 4, "top": 2},
+    "rewrite": {"limit": 4, "draws": 1, "strengths": [0.125]},
     "subset": {"tokens": 128, "keep": [0.5], "draws": 2, "timings": 0},
 }
 

@@ -76,6 +76,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         "toxicity": toxic,
         "ablation": dropped,
         "subset": limited,
+        "rewrite": rewritten,
     }
     for kind, make in makers.items():
         made = {f"mxd-k{k}": f"block1-mxd-k{k}" for k in ks} if kind in ("whole", "tuned") else names
@@ -360,3 +361,35 @@ def limited(rng: Any, name: str, n: int) -> dict[str, Any]:
     modes |= {"global": {"full": outcome, "points": [points[0], half | {"z": None}]}}
     times = [{"share": share, "k": k, "ms": 1.25, "ms_sd": 0.25} for share, k in ((None, None), (0.5, 4))]
     return {"texts": 64, "tokens": 8000, "ce_base": 3.5, "block": 1, "modes": modes, "decoding": times}
+
+
+def rewritten(rng: Any, name: str, n: int) -> dict[str, Any]:
+    """Of three cells; blind rewriting adds nothing, the others move the target up and another cell down."""
+    names = ("rewrite_score", "target_accuracy", "equality_of_opportunity", "std_bias", "max_min", "accuracy")
+    ways: dict[str, Any] = {}
+    for i, way in enumerate(("plain", "blind", "expert", "random", "contrast", "random_contrast")):
+        values = dict.fromkeys(names, 0.125 * i) | {f"{key}_se": 0.0625 for key in names}
+        ways[way] = values | {"cells": [0.5, 0.75, 0.25 + 0.125 * i], "cells_se": [0.0625, 0.03125, 0.125]}
+        ways[way] |= {"strengths": [0.0] if way == "blind" else [0.125, 0.25]} if i else {}
+    cells = [
+        {"label": label, "group": group, "fitted": 3, "tuned": 3, "measured": 6}
+        for label, group in (("law", "long"), ("law", f"short {EVIL}"), (f"sport {EVIL}", "long"))
+    ]
+    gains = dict.fromkeys(("gain", "gain_random", "gain_contrast", "gain_contrast_random"), 0.25 * n)
+    apart = {"auc": 0.75, "auc_cells": [0.75, 0.625, None], "auc_least": 0.625, "nearest": 1}
+    tried = [{"strength": 0.125, "target": 0.25, "others": 0.125}, {"strength": 0.25, "target": 0.5, "others": 0.75}]
+    return {
+        "block": 1,
+        "num_units": UNITS,
+        "token": {"text": f" the {EVIL}", "present": n % 2 == 0, "auc": 0.625},
+        "cells": cells,
+        "target": 2,
+        "simplex": False,
+        "ways": ways,
+        **gains,
+        **{f"{key}_se": 0.125 for key in gains},
+        "best": 0.75,
+        "tried": {way: tried for way in ways if way != "plain"},
+        "separation": dict.fromkeys(("expert", "contrast"), apart)
+        | {way: {"auc": 0.5} for way in ("random", "random_contrast")},
+    }

@@ -27,6 +27,7 @@ from mxd.report.sections import (
     explaining,
     faithfulness,
     masking,
+    rewrite,
     similarity,
     steering,
     structure,
@@ -114,6 +115,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "toxicity": {"toxicity"},
         "ablation": {"ablation"},
         "subset": {"subset"},
+        "rewrite": {"rewrite"},
     }
     everything = {section.id for section in build_sections(read_run(run))}
     assert everything == {"trained", "training"}.union(*titles.values())
@@ -249,6 +251,23 @@ def test_dropped_units_stand_beside_random_coefficients(run):
         ["#3", "25.000%", "0.000", "sport 100.0%"],
         ["(#4)", "25.000%", "0.707", f"sport 50.0%, law {EVIL} 50.0%"],
     ]
+
+
+def test_rewriting_shows_every_cell_before_and_after_and_the_gain_over_blind(run):
+    cells, gains, separation, *tables, tried = rewrite.section(read_run(run)).parts
+    assert len(cells.panels) == len(tables) == len(tried.panels) == 3
+    assert [key.label for key in cells.keys] == ["unchanged", "blind", "by expert", "by contrast"]
+    assert f"» sport {EVIL}, long: unchanged 25%, blind 38%, by expert 50%, by contrast 75%" in cells.panels[0].alt
+    assert "» law" not in cells.panels[0].alt
+    assert [cell.text for cell in gains.rows[1]] == ["MxD, k32", *["+0.750 ± 0.125"] * 4, "0.750"]
+    assert [cell.text for cell in separation.rows[0]][1:8] == [*("0.750", "0.625") * 2, "0.500", "0.500", "0.625"]
+    assert separation.rows[0][-1].text.endswith("present") and separation.rows[1][-1].text.endswith("absent")
+    expert = tables[0].rows[2]
+    assert [cell.text for cell in expert[:4]] == ["by expert", "0.125, 0.25", "+0.250 ± 0.062", "25.0% ± 6.2%"]
+    assert [cell.text for cell in expert[-3:]] == ["50.0% ± 6.2%", "75.0% ± 3.1%", "50.0% ± 12.5%"]
+    assert looked_up(run, expert[-1].source) == 0.5
+    assert "law, long: 3 + 3 + 6" in tables[0].caption
+    assert len(tried.keys) == 5 and "by contrast, random texts" in tried.panels[0].alt
 
 
 @pytest.mark.long

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from full_run import EVIL, dropped, masked, purged
+from full_run import EVIL, dropped, masked, purged, rewritten
 from rich.console import Console
 
 from mxd.common.errors import MxdError
-from mxd.metrics import ABLATION, LEADER, MASKING, POLYSEMANTICITY, PURGING, RANKS
+from mxd.metrics import ABLATION, LEADER, MASKING, POLYSEMANTICITY, PURGING, RANKS, REWRITE, SEPARATION, WAYS
 from mxd.report.figures import frontier
 from mxd.report.tables import caption, markdown_tables, most_affected, most_lost, tables, terminal_tables
 from mxd.report.terminal import (
@@ -16,6 +16,7 @@ from mxd.report.terminal import (
     dropped_table,
     masking_table,
     purging_table,
+    rewrite_tables,
     structure_table,
     terminal_diff,
 )
@@ -225,6 +226,20 @@ def test_dropped_units_on_the_terminal_are_those_that_cost_a_class_most() -> Non
     cells = {column.header: next(iter(column.cells)) for column in summary.columns}
     assert cells[POLYSEMANTICITY.title] == "0.354 ± 0.250" and cells["mean p, random"] == "0.938 ± 0.250"
     assert cells["beyond chance"] == "1" and cells["mean p, beyond chance"] == "0.000"
+
+
+def test_rewritten_outputs_on_the_terminal() -> None:
+    ways, cells, gains, separation = rewrite_tables({"a": rewritten(np.random.default_rng(0), "", 1)})
+    assert f"for sport {EVIL}, long; 6 texts" in str(ways.title)
+    assert list(ways.columns[0].cells) == list(cells.columns[0].cells) == list(WAYS.values())
+    assert list(ways.columns[1].cells)[2] == "+0.250 ± 0.062" and list(ways.columns[2].cells)[2] == "25.0% ± 6.2%"
+    assert [column.header for column in cells.columns][2:] == ["law, long", f"law, short {EVIL}", f"sport {EVIL}, long"]
+    assert list(cells.columns[1].cells)[:3] == ["", "0", "0.125, 0.25"]
+    assert list(cells.columns[4].cells)[5] == "87.5% ± 12.5%"
+    assert [column.header for column in gains.columns] == ["layer", *(metric.title for metric in REWRITE)]
+    assert next(iter(gains.columns[1].cells)) == "+0.250 ± 0.125"
+    assert [column.header for column in separation.columns] == ["layer", *(metric.title for metric in SEPARATION)]
+    assert str(separation.title).endswith(f"the token is {f' the {EVIL}'!r}, absent")
 
 
 def test_the_classes_that_a_unit_affects_most() -> None:
