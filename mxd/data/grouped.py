@@ -37,7 +37,7 @@ def grouped_texts(
         The texts, and the group of each.
 
     Raises:
-        MxdError: as ``labelled_texts``, or there is only one group.
+        MxdError: as ``labelled_texts``, or there are no two groups.
     """
     if source == FIGURES:
         every = labelled_texts("factbook")
@@ -48,5 +48,6 @@ def grouped_texts(
     found = labelled_texts(source, text_column, label_column, group_column=group_column)
     groups = found.groups or []
     if len(set(groups)) < 2:
-        raise MxdError(f"{found.name}: --group-column {group_column} has one group, {groups[0]!r}; expected two.")
+        got = f"has one group, {groups[0]!r}" if groups else "is none of its columns"
+        raise MxdError(f"{found.name}: --group-column {group_column} {got}; expected two groups.")
     return found, groups

@@ -165,7 +165,7 @@ def _checked(
             spans.append(_span(where, row["start"], row["end"], len(text)))
     if spans and len(spans) < len(texts):
         raise MxdError(f"{name}: {len(spans)} of {len(texts)} rows have a span, start and end; give it to all or none.")
-    labelled = LabelledTexts(name, texts, labels, spans or None, groups if group_column else None)
+    labelled = LabelledTexts(name, texts, labels, spans or None, groups=groups if group_column else None)
     if len(labelled.classes) < 2:
         got = f"only {labelled.classes[0]!r}" if labelled.classes else "no rows"
         raise MxdError(f"{name}: a probe tells classes apart, so it needs at least two; got {got}.")

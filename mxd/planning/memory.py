@@ -220,7 +220,7 @@ def _forward(
 ) -> Cost:
     """Return the cost of recording blocks on ``size`` contexts and tokens, above the layers spliced in below them."""
     module = process.shape.module
-    key = (type(module), module.config.to_json_string(), process.dtype, size, blocks, below, targets)
+    key = (type(module), process.shape.config.to_json_string(), process.dtype, size, blocks, below, targets)
     if key not in _FORWARDS:
         with torch.device("meta"):
             ids = torch.zeros(*size, dtype=torch.int64)
