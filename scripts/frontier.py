@@ -31,10 +31,9 @@ from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
 from mxd.evaluation.walk import Mean
-from mxd.metrics import (
+from mxd.metrics import METRICS, QUESTIONS, explained
+from mxd.metrics.faithful import (
     ACTIVE_PARAMS,
-    AGREED,
-    AGREED_SE,
     CE_INCREASE,
     CE_INCREASE_SE,
     DECOMPOSITION,
@@ -42,15 +41,13 @@ from mxd.metrics import (
     INTERACTION,
     KL,
     L0,
-    METRICS,
     NMSE,
     PARAMS,
-    QUESTIONS,
     ROUTED,
-    Metric,
-    explained,
 )
-from mxd.metrics import FVU as UNEXPLAINED
+from mxd.metrics.faithful import FVU as UNEXPLAINED
+from mxd.metrics.metric import Metric
+from mxd.metrics.whole import AGREED, AGREED_SE
 from mxd.report import svg
 from mxd.report.figures import PALETTE, save_figure
 from mxd.report.page import short_name

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from mxd.common.markdown import grid
-from mxd.metrics import AROUND_SPECIAL, CE_INCREASE, METRICS, NMSE, REPEATED, TOP1, explained
+from mxd.metrics import METRICS, explained
+from mxd.metrics.faithful import AROUND_SPECIAL, CE_INCREASE, NMSE, TOP1
+from mxd.metrics.whole import REPEATED
 
 DOCS = Path(__file__).parents[1] / "docs" / "evaluation.md"
 HEAD = ["file", "number", "called", "unit", "better", "meaning"]

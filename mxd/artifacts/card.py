@@ -23,7 +23,10 @@ from mxd.common.errors import printable
 from mxd.common.markdown import grid, literal
 from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
-from mxd.metrics import CE_INCREASE, FVU, KL, NMSE, QUESTIONS, RECOVERED, WHOLE, Metric, explained
+from mxd.metrics import QUESTIONS, explained
+from mxd.metrics.faithful import CE_INCREASE, FVU, KL, NMSE, RECOVERED
+from mxd.metrics.metric import Metric
+from mxd.metrics.whole import WHOLE
 
 TAGS = {
     "MxD": ("mixture-of-decoders",),

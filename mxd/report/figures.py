@@ -8,7 +8,7 @@ from mxd.common.errors import printable
 from mxd.common.files import atomic_file
 from mxd.common.parsing import without_surrogates
 from mxd.layers.sparsity import AlwaysConfig
-from mxd.metrics import CE_INCREASE, NMSE
+from mxd.metrics.faithful import CE_INCREASE, NMSE
 from mxd.report.source import Node
 
 if TYPE_CHECKING:

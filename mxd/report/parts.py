@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
 
-from mxd.metrics import Metric
+from mxd.metrics.metric import Metric
 from mxd.report.figures import OTHERS, PALETTE, STYLES
 from mxd.report.source import Node
 

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from mxd.common.markdown import grid
 from mxd.common.progress import WIDTH
-from mxd.metrics import LARGEST_DROP, QUESTIONS, explained
+from mxd.metrics import QUESTIONS, explained
+from mxd.metrics.dropped import LARGEST_DROP
 
 HEAD = ("method", "block", "sparsity")
 

@@ -7,50 +7,27 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from mxd.metrics import (
-    ABLATION,
-    ALONE,
-    BEFORE_AND_AFTER,
+from mxd.metrics.dropped import ABLATION, POLYSEMANTICITY, RANDOM_NMSE, SUBSET, SUBSET_MODES
+from mxd.metrics.faithful import CE_INCREASE, KL, TOP1
+from mxd.metrics.judged import EXPLAINING
+from mxd.metrics.masks import (
     BY_CHANCE,
     BY_MASK,
-    CE_INCREASE,
-    CHANCE,
-    COSINE,
-    DEAD_UNITS,
-    DEAD_UNITS_SHARE,
-    EXPLAINING,
-    GARBAGE,
     KEPT_OWN,
-    KL,
-    LEADER,
     MASKING,
-    ON_BASE,
-    ON_SPLICED,
     OTHERS,
     OWN,
-    PEAK,
-    POLYSEMANTICITY,
     PURGED,
     PURGED_SHARE,
     PURGING,
-    RANDOM_NMSE,
-    RANKS,
-    RATE,
-    REWRITE,
-    REWRITTEN,
-    SEPARATION,
-    SUBSET,
-    SUBSET_MODES,
     TASKS_OWN,
     THRESHOLD,
-    TOP1,
     TOXIC,
-    WAYS,
-    WHOLE,
-    WHOLE_ORDERS,
-    WON_BACK,
-    Metric,
 )
+from mxd.metrics.metric import Metric
+from mxd.metrics.rewritten import REWRITE, REWRITTEN, SEPARATION, WAYS
+from mxd.metrics.units import CHANCE, COSINE, DEAD_UNITS, DEAD_UNITS_SHARE, LEADER, PEAK, RANKS, RATE
+from mxd.metrics.whole import ALONE, BEFORE_AND_AFTER, GARBAGE, ON_BASE, ON_SPLICED, WHOLE, WHOLE_ORDERS, WON_BACK
 from mxd.report.tables import PLACES, most_affected, most_lost
 
 

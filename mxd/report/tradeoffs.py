@@ -7,19 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mxd.metrics import (
-    ACTIVE_PARAMS,
-    CE_INCREASE,
-    FIXED,
-    FLOPS,
-    INTERACTION,
-    KL,
-    L0,
-    NMSE,
-    NORMALIZED_RANK,
-    ROUTED,
-    Metric,
-)
+from mxd.metrics.faithful import ACTIVE_PARAMS, CE_INCREASE, FIXED, FLOPS, INTERACTION, KL, L0, NMSE, ROUTED
+from mxd.metrics.metric import Metric
+from mxd.metrics.units import NORMALIZED_RANK
 from mxd.report.parts import Figure, Key, Panel, slots
 from mxd.report.replacements import Replacement, Results
 from mxd.report.source import Node

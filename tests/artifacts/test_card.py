@@ -16,7 +16,9 @@ from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.layers.sparsity import TopKConfig
-from mxd.metrics import AROUND_SPECIAL, CONVENTIONS, METRICS
+from mxd.metrics import METRICS
+from mxd.metrics.conventions import CONVENTIONS
+from mxd.metrics.faithful import AROUND_SPECIAL
 
 COMMIT = "0123456789" * 4
 DATA = {"source": "org/text:plain@v2", "split": "train", "context": 128}

@@ -10,7 +10,7 @@ from small_layers import contexts_of, layer_for
 
 from mxd.evaluation.conventions import padding_of
 from mxd.evaluation.faithfulness import evaluate
-from mxd.metrics import CONVENTIONS
+from mxd.metrics.conventions import CONVENTIONS
 
 LAYER = 2
 BOS, OTHER, PAD = 0, 5, 9

@@ -20,7 +20,7 @@ from mxd.evaluation.rewrite import chosen_edits, evaluate_rewrite, sign_of
 from mxd.evaluation.rewriting import Gate, Rewriting, direction_of
 from mxd.evaluation.walk import evaluating
 from mxd.layers import Code
-from mxd.metrics import SEPARATION
+from mxd.metrics.rewritten import SEPARATION
 from mxd.questions import RewriteConfig, changed, checked
 from mxd.splice import spliced
 

@@ -16,7 +16,8 @@ from full_run import EVIL, fill, replacements
 
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
-from mxd.metrics import METRICS, STEERING
+from mxd.metrics import METRICS
+from mxd.metrics.judged import STEERING
 from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.parts import NOTHING

@@ -8,7 +8,10 @@ from full_run import EVIL, dropped, masked, purged, rewritten
 from rich.console import Console
 
 from mxd.common.errors import MxdError
-from mxd.metrics import ABLATION, LEADER, MASKING, POLYSEMANTICITY, PURGING, RANKS, REWRITE, SEPARATION, WAYS
+from mxd.metrics.dropped import ABLATION, POLYSEMANTICITY
+from mxd.metrics.masks import MASKING, PURGING
+from mxd.metrics.rewritten import REWRITE, SEPARATION, WAYS
+from mxd.metrics.units import LEADER, RANKS
 from mxd.report.figures import frontier
 from mxd.report.tables import caption, markdown_tables, most_affected, most_lost, tables, terminal_tables
 from mxd.report.terminal import (

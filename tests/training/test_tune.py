@@ -33,7 +33,7 @@ from mxd.evaluation.tuned import before_and_after
 from mxd.evaluation.whole import evaluate_whole
 from mxd.joint import Shares, TunedMLP
 from mxd.layers.losses import normalized_mse
-from mxd.metrics import BEFORE_AND_AFTER
+from mxd.metrics.whole import BEFORE_AND_AFTER
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.model.unembedding import Unembedding

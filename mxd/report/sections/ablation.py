@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mxd.metrics import ABLATION, POLYSEMANTICITY, POLYSEMANTICITY_RANDOM, RATE, Metric
+from mxd.metrics.dropped import ABLATION, POLYSEMANTICITY, POLYSEMANTICITY_RANDOM
+from mxd.metrics.metric import Metric
+from mxd.metrics.units import RATE
 from mxd.report.parts import (
     NOTHING,
     Cell,

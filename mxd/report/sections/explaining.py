@@ -1,6 +1,6 @@
 """What the model itself says its units mean, and whether a judge can use that."""
 
-from mxd.metrics import EXPLAINING
+from mxd.metrics.judged import EXPLAINING
 from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, column, number, with_error
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run

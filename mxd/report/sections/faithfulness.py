@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mxd.metrics import CONVENTIONS, COST, DECOMPOSITION, FAITHFULNESS, FIXED, NMSE, ROUTED, SHARED, Metric
+from mxd.metrics.conventions import CONVENTIONS
+from mxd.metrics.faithful import COST, DECOMPOSITION, FAITHFULNESS, FIXED, NMSE, ROUTED, SHARED
+from mxd.metrics.metric import Metric
 from mxd.report.parts import Cell, Column, Part, Section, Table, column, number, with_error
 from mxd.report.replacements import Replacement, Results
 from mxd.report.run import Run

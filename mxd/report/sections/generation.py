@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mxd.metrics import AGREED, AGREED_SE, MATCH
+from mxd.metrics.whole import AGREED, AGREED_SE, MATCH
 from mxd.report.parts import (
     Cell,
     Column,

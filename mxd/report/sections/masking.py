@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from mxd.metrics import BY_CHANCE, HIGH, MASKING, OWN, PURGED, PURGED_SHARE, PURGING, THRESHOLD
+from mxd.metrics.masks import BY_CHANCE, HIGH, MASKING, OWN, PURGED, PURGED_SHARE, PURGING, THRESHOLD
 from mxd.report.parts import (
     NOTHING,
     Cell,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mxd.metrics import F1, F1_ALWAYS, MEAN_F1, MEAN_F1_TRAIN
+from mxd.metrics.units import F1, F1_ALWAYS, MEAN_F1, MEAN_F1_TRAIN
 from mxd.report.parts import (
     NOTHING,
     Cell,

@@ -1,6 +1,6 @@
 """Outputs rewritten for one group's texts of one label: what every group gets, beside blind rewriting."""
 
-from mxd.metrics import CELL_ACCURACY, REWRITE, REWRITTEN, SEPARATION, WAYS
+from mxd.metrics.rewritten import CELL_ACCURACY, REWRITE, REWRITTEN, SEPARATION, WAYS
 from mxd.report.figures import PALETTE
 from mxd.report.parts import (
     Cell,

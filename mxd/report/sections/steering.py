@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from mxd.metrics import AGREEMENT, COHERENCE, FLUENCY, JUDGED, STEERING
+from mxd.metrics.judged import AGREEMENT, COHERENCE, FLUENCY, JUDGED, STEERING
 from mxd.report.parts import (
     Cell,
     Column,

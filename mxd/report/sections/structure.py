@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from mxd.metrics import LEADER, RANKS, STRUCTURE
+from mxd.metrics.units import LEADER, RANKS, STRUCTURE
 from mxd.report.figures import PALETTE
 from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured
 from mxd.report.replacements import Replacement, Results, usual

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from mxd.metrics import CE_INCREASE, KEPT_CE, KEPT_SHARE, SUBSET, SUBSET_MODES
+from mxd.metrics.dropped import KEPT_CE, KEPT_SHARE, SUBSET, SUBSET_MODES
+from mxd.metrics.faithful import CE_INCREASE
 from mxd.report.figures import PALETTE
 from mxd.report.parts import Cell, Column, Figure, Key, Panel, Part, Section, Table, column, measured_with_error, number
 from mxd.report.replacements import Replacement, Results, usual

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mxd.metrics import (
+from mxd.metrics.masks import (
     BY_CHANCE,
     EXPECTED_MAX,
     EXPECTED_MAX_OTHER,
@@ -14,8 +14,8 @@ from mxd.metrics import (
     TASKS_MEAN_RANDOM,
     THRESHOLD,
     TOXIC,
-    Metric,
 )
+from mxd.metrics.metric import Metric
 from mxd.report.parts import NOTHING, Cell, Column, Figure, Part, Section, Table, column, number, slots, with_error
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run

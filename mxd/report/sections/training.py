@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mxd.metrics import NMSE
+from mxd.metrics.faithful import NMSE
 from mxd.report.parts import Figure, Part, Section, slots
 from mxd.report.run import Run
 from mxd.report.svg import Axis, Line, Point, lines

@@ -1,6 +1,8 @@
 """Do tuned layers still describe their MLPs? Every block before and after."""
 
-from mxd.metrics import BEFORE_AND_AFTER, CE_INCREASE, KL, TOP1, Metric
+from mxd.metrics.faithful import CE_INCREASE, KL, TOP1
+from mxd.metrics.metric import Metric
+from mxd.metrics.whole import BEFORE_AND_AFTER
 from mxd.report.parts import Cell, Column, Section, Table, column, measured
 from mxd.report.run import Run
 from mxd.report.source import Node

@@ -1,6 +1,7 @@
 """What else masks change: held-out text, accuracies of tasks by domain, continuations with and without a mask."""
 
-from mxd.metrics import BY_MASK, KEPT, KEPT_OWN, TASKS, TASKS_OWN, THRESHOLD, Metric
+from mxd.metrics.masks import BY_MASK, KEPT, KEPT_OWN, TASKS, TASKS_OWN, THRESHOLD
+from mxd.metrics.metric import Metric
 from mxd.report.parts import NOTHING, Cell, Column, Part, Section, Table, column, measured, number, with_error
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run

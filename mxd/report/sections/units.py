@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mxd.metrics import CHANCE, COSINE, DEAD_UNITS, DEAD_UNITS_SHARE, LOADED_UNITS, PEAK, RATE, SHARED_UNITS
+from mxd.metrics.units import CHANCE, COSINE, DEAD_UNITS, DEAD_UNITS_SHARE, LOADED_UNITS, PEAK, RATE, SHARED_UNITS
 from mxd.report.parts import (
     NOTHING,
     Browser,

@@ -4,19 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mxd.metrics import (
-    ALONE,
-    ALONE_SUM,
-    BY_BLOCK,
-    CE_INCREASE,
-    GARBAGE,
-    NMSE,
-    ON_SPLICED,
-    WHOLE,
-    WHOLE_ORDERS,
-    WON_BACK,
-    Metric,
-)
+from mxd.metrics.faithful import CE_INCREASE, NMSE
+from mxd.metrics.metric import Metric
+from mxd.metrics.whole import ALONE, ALONE_SUM, BY_BLOCK, GARBAGE, ON_SPLICED, WHOLE, WHOLE_ORDERS, WON_BACK
 from mxd.report.figures import PALETTE, STYLES
 from mxd.report.parts import (
     NOTHING,
