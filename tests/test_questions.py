@@ -6,8 +6,7 @@ from importlib import import_module
 import pytest
 from command import mxd
 
-from mxd.cli import evaluate as commands
-from mxd.cli import shared
+from mxd.cli import evaluate, masks, shared, units
 from mxd.common.errors import MxdError
 from mxd.config import parse_config
 from mxd.questions import (
@@ -83,7 +82,8 @@ def defaults(function):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_options_are_its_configs_fields(command):
     configs, expected = COMMANDS[command]
-    given = [value for value in defaults(getattr(commands, command)).values() if isinstance(value, Settings)]
+    room = next(room for room in (evaluate, units, masks) if hasattr(room, command))
+    given = [value for value in defaults(getattr(room, command)).values() if isinstance(value, Settings)]
     assert given == configs
     found = {}
     for argument in shared.app[command].assemble_argument_collection():
@@ -97,15 +97,13 @@ def test_a_commands_options_are_its_configs_fields(command):
 
 
 def test_what_a_command_takes_in_another_form_says_the_same():
-    words = " ".join(inspect.getdoc(commands.mask).split())
+    words = " ".join(inspect.getdoc(masks.mask).split())
     assert f"by default {DEFAULTS.masking.limit}, or below and above the mean score, {PURGING.limit};" in words
-    assert shared.numbers("", defaults(commands.mask)["thresholds"], float) == list(PURGING.thresholds)
-    assert shared.numbers("", defaults(commands.subset)["keep"], shared.fraction) == list(DEFAULTS.subset.keep)
-    assert shared.numbers("", defaults(commands.rewrite)["strengths"], shared.fraction) == list(
-        DEFAULTS.rewrite.strengths
-    )
-    assert shared.ranges("", defaults(commands.steer)["units"]) == list(range(DEFAULTS.steering.first))
-    assert shared.numbers("", defaults(commands.toxicity)["thresholds"], float) == list(PURGING.thresholds)
+    assert shared.numbers("", defaults(masks.mask)["thresholds"], float) == list(PURGING.thresholds)
+    assert shared.numbers("", defaults(masks.subset)["keep"], shared.fraction) == list(DEFAULTS.subset.keep)
+    assert shared.numbers("", defaults(masks.rewrite)["strengths"], shared.fraction) == list(DEFAULTS.rewrite.strengths)
+    assert shared.ranges("", defaults(units.steer)["units"]) == list(range(DEFAULTS.steering.first))
+    assert shared.numbers("", defaults(masks.toxicity)["thresholds"], float) == list(PURGING.thresholds)
     assert DEFAULTS.probing.side is None and DEFAULTS.masking.seed == PURGING.seed
     assert DEFAULTS.masking.text_column == PURGING.text_column
 

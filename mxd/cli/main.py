@@ -4,7 +4,7 @@ import io
 import os
 import sys
 
-from mxd.cli import evaluate, share, train  # noqa: F401  the commands, for ``app``
+from mxd.cli import evaluate, masks, share, train, units  # noqa: F401  the commands, for ``app``
 from mxd.cli.shared import app, rank
 
 

@@ -1,0 +1,213 @@
+"""Commands that ask what units are and what they mean.
+
+The options of a question are the fields of its config (``mxd/questions.py``).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, app, numbers, ranges, save, say, show
+from mxd.common.errors import MxdError
+from mxd.questions import (
+    DEFAULTS,
+    EXPLAINING,
+    ExplainingConfig,
+    ProbingConfig,
+    SteeringConfig,
+    StructureConfig,
+    UnitsConfig,
+    changed,
+)
+
+if TYPE_CHECKING:
+    from mxd.evaluation.judging import Judge
+
+
+@app.command
+def units(
+    *checkpoints: str,
+    units: str | None = None,
+    how: Annotated[UnitsConfig, FLAT] = DEFAULTS.units,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Count how often the units of trained layers fire; show the text that some fire on, and the tokens they promote.
+
+    Args:
+        checkpoints: As for evaluate.
+        units: Units to show, 3,17; by default those that add most to the output.
+        how: The question's config.
+        on: The text and the base model.
+        out: JSON file; by default units.json in the first folder.
+    """
+    named = numbers("--units", units, int) if units is not None else None
+    subject = on.open("units", checkpoints)
+    from mxd.evaluation.units import answer
+    from mxd.report.terminal import unit_lines
+
+    results = answer(subject, how, named)
+    for name, result in results["results"].items():
+        show(*unit_lines(name, result))
+    save(results, checkpoints, "units", out)
+
+
+@app.command
+def explain(
+    *checkpoints: str,
+    units: str | None = None,
+    how: Annotated[ExplainingConfig, FLAT] = EXPLAINING,
+    judge: tuple[str, ...] = (),
+    judge_model: tuple[str, ...] = (),
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
+    judge_local: tuple[str, ...] = (),
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Ask an instruct model what its units mean, and have a judge tell by the answer on which text a unit fires.
+
+    Args:
+        checkpoints: As for evaluate.
+        units: Units to explain, 3,17; by default those that add most to the output.
+        how: The question's config.
+        judge: OpenAI-compatible endpoint that decides, such as https://api.example.com/v1; may be repeated.
+        judge_model: Model to ask there, one for each --judge, in the same order.
+        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
+        judge_local: Causal language model to decide as well or instead, loaded like a base model; may be repeated.
+        on: The text and the base model.
+        out: JSON file; by default explaining.json in the first folder.
+
+    Raises:
+        MxdError: a judge that is named only in part.
+    """
+    _check_judges(judge, judge_model, judge_key)
+    named = numbers("--units", units, int) if units is not None else None
+    subject = on.open("explain", checkpoints)
+    from mxd.evaluation.explaining import answer
+    from mxd.report.terminal import explained_lines
+
+    results = answer(subject, how, named, _judges(judge, judge_model, judge_key, judge_local, on.device))
+    for name, result in results["results"].items():
+        say("\n".join(explained_lines(name, result)))
+    save(results, checkpoints, "explaining", out)
+
+
+@app.command
+def structure(
+    *checkpoints: str,
+    how: Annotated[StructureConfig, FLAT] = DEFAULTS.structure,
+    on: HeldOut = HELD_OUT,
+    out: Path | None = None,
+) -> None:
+    """Measure the rank of the units' weights, and name the units that lead on the text and at template prompts.
+
+    Args:
+        checkpoints: As for evaluate.
+        how: The question's config.
+        on: The text and the base model.
+        out: JSON file; by default structure.json in the first folder.
+    """
+    subject = on.open("structure", checkpoints)
+    from mxd.evaluation.structure import answer
+    from mxd.report.terminal import leaders_table, structure_table, tokens_table
+
+    results = answer(subject, how)
+    tables = (table(name, one) for name, one in results["results"].items() for table in (leaders_table, tokens_table))
+    show(structure_table(results), *tables)
+    save(results, checkpoints, "structure", out)
+
+
+@app.command
+def probe(
+    *checkpoints: str,
+    how: Annotated[ProbingConfig, FLAT] = DEFAULTS.probing,
+    last: Annotated[bool | None, Parameter(negative="--first")] = None,
+    model: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Find the single units that tell classes of text apart, beside the base MLP's neurons.
+
+    Args:
+        checkpoints: As for evaluate.
+        how: The question's config.
+        last: Which 128 tokens of a longer text are read; by default the first for --level sample, else the last. The
+            paper reads the last of source code.
+        model: Base model in place of the one named in the checkpoints.
+        device: auto (CUDA where there is one), cpu, cuda.
+        out: JSON file; by default probing.json in the first folder.
+    """
+    if last is not None:
+        how = changed(how, side="last" if last else "first")
+    subject = HeldOut(model=model, device=device).open("probe", checkpoints)
+    from mxd.evaluation.probing import answer, summary
+
+    results = answer(subject, how)
+    say(summary(results["results"]))
+    save(results, checkpoints, "probing", out)
+
+
+@app.command
+def steer(
+    *checkpoints: str,
+    units: str = f"0-{DEFAULTS.steering.first - 1}",
+    how: Annotated[SteeringConfig, FLAT] = DEFAULTS.steering,
+    judge: tuple[str, ...] = (),
+    judge_model: tuple[str, ...] = (),
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
+    judge_local: tuple[str, ...] = (),
+    model: str | None = None,
+    device: str = "auto",
+    out: Path | None = None,
+) -> None:
+    """Generate text while one unit is made stronger, for many units, and have a language model judge it.
+
+    Args:
+        checkpoints: As for evaluate.
+        units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
+        how: The question's config.
+        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1; may be
+            repeated, for several judges.
+        judge_model: Model to ask there, one for each --judge, in the same order.
+        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
+        judge_local: Causal language model to judge as well or instead, loaded like a base model; may be repeated.
+        model: Base model in place of the one named in the checkpoints.
+        device: auto (CUDA where there is one), cpu, cuda.
+        out: JSON file; by default steering.json in the first folder.
+
+    Raises:
+        MxdError: a judge that is named only in part, or twice.
+    """
+    _check_judges(judge, judge_model, judge_key)
+    named = None if units == f"0-{DEFAULTS.steering.first - 1}" else ranges("--units", units)
+    subject = HeldOut(model=model, device=device).open("steer", checkpoints)
+    from mxd.evaluation.steering import answer, summary
+
+    judges = _judges(judge, judge_model, judge_key, judge_local, device)
+    results = answer(subject, how, named, judges)
+    say(summary(results["results"]))
+    save(results, checkpoints, "steering", out)
+
+
+def _check_judges(judge: tuple[str, ...], judge_model: tuple[str, ...], judge_key: tuple[str, ...]) -> None:
+    if len(judge) != len(judge_model) or len(judge_key) not in (1, len(judge)):
+        raise MxdError(
+            f"got {len(judge)} --judge, {len(judge_model)} --judge-model and {len(judge_key)} --judge-key: give each "
+            "--judge URL its --judge-model NAME, and one key for all or one for each; or --judge-local MODEL."
+        )
+
+
+def _judges(
+    judge: tuple[str, ...],
+    judge_model: tuple[str, ...],
+    judge_key: tuple[str, ...],
+    judge_local: tuple[str, ...],
+    device: str,
+) -> "list[Judge]":
+    """Return the judges that were named."""
+    from mxd.evaluation.judging import Endpoint, LocalJudge
+
+    keys = judge_key * len(judge) if len(judge_key) == 1 else judge_key
+    judges: list[Judge] = [Endpoint(*one) for one in zip(judge, judge_model, keys, strict=True)]
+    return judges + [LocalJudge.load(source, device) for source in judge_local]
