@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, nearest
 from mxd.common.files import read_text
 from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml
 from mxd.layers import LAYERS, AnyReplacement, Initialisation
@@ -422,8 +422,7 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
             problems = [p for p in problems if (p["loc"], p["type"]) != (("replacements",), "too_short")]
         lines = [f"{where}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"]
         for problem in problems:
-            field = ".".join(str(p) for p in problem["loc"])
-            lines.append(f"  {field}: {problem['msg']}" + _hint(problem))
+            lines.append(f"  {_written(problem['loc'])}: {problem['msg']}" + _hint(problem))
         raise MxdError("\n".join(lines)) from error
 
 
@@ -470,6 +469,16 @@ def fields_help() -> str:
     return "\n\n".join(lines)
 
 
+def _written(place: Sequence[int | str]) -> str:
+    """Return where a field stands in the file: without the names of the method and the kind that hold it."""
+    kept, above = [], None
+    for part in place:
+        tags = LAYERS if isinstance(above, int) else SPARSITIES if above == "sparsity" else ()
+        kept += [] if part in tags else [str(part)]
+        above = part
+    return ".".join(kept)
+
+
 def _hint(problem: Any) -> str:
     """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
     if problem["type"] == "extra_forbidden":
@@ -478,7 +487,8 @@ def _hint(problem: Any) -> str:
         for part in problem["loc"][:-1]:
             fields = getattr(settings, "model_fields", {})
             settings = fields[part].annotation if part in fields else tagged.get(str(part), settings)
-        return f"; fields here: {', '.join(getattr(settings, 'model_fields', {}))}"
+        fields = getattr(settings, "model_fields", {})
+        return f"; fields here: {', '.join(fields)}.{nearest(problem['loc'][-1], fields)}"
     if problem["type"].startswith("union_tag"):
         return f" (methods: {', '.join(LAYERS)}; sparsities: {', '.join(SPARSITIES)})"
     return ""

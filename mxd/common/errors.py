@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 from shlex import quote
 
 _USER = re.compile(r"(\w://)(?:[^\s:/@]*:\S*@|[^\s/]*@)")
@@ -102,8 +103,15 @@ def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "")
         choices: the names that exist.
         remedy: a sentence on what else can be done.
     """
-    listed = ", ".join(map(str, choices))
-    return MxdError(f"unknown {kind} {got!r}; choose one of: {listed}." + (f" {remedy}" if remedy else ""))
+    names = [str(choice) for choice in choices]
+    listed = f"choose one of: {', '.join(names)}.{nearest(got, names)}"
+    return MxdError(f"unknown {kind} {got!r}; {listed}" + (f" {remedy}" if remedy else ""))
+
+
+def nearest(got: object, choices: Iterable[str]) -> str:
+    """Return a question whether the most similar choice was meant, or nothing where none is similar."""
+    similar = get_close_matches(str(got), choices, 1, 0.7)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def first_line(error: BaseException) -> str:
