@@ -712,7 +712,7 @@ def test_every_bundled_file_is_known_and_whole(assets):
     folders = ("text", "probing", "tasks", *BUNDLED)
     known = json.loads((assets / "assets.json").read_text())["files"]
     there = {str(file.relative_to(assets)) for folder in folders for file in (assets / folder).iterdir()}
-    assert there == set(known) and len(there) == 22
+    assert there == set(known) and len(there) == 23
     for name in (*folders, *known):
         assert bundled(name) == assets / name
 
