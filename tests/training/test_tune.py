@@ -437,9 +437,11 @@ def test_two_processes_tune_as_one_does(trained: Path, base: FrozenModel, tmp_pa
     )
     assert found.returncode == 0, found.stderr[-6000:]
     for name in weights(one):
-        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (one, tmp_path / "two-tuned"))
-        for key, value in ours.items():
-            torch.testing.assert_close(theirs[key], value, rtol=1e-4, atol=1e-6 + 1e-4 * float(value.abs().max()))
+        folders = (one, tmp_path / "two-tuned", trained)
+        ours, theirs, before = (load_file(folder / name / "model.safetensors") for folder in folders)
+        for key, value in ours.items():  # of all that tuning moved; Adam takes a gradient near zero from its rounding
+            moved = torch.linalg.vector_norm(value - before[key])
+            assert torch.linalg.vector_norm(theirs[key] - value) <= 1e-3 * moved, key
     lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one, tmp_path / "two-tuned")]
     for ours, theirs in zip(*(map(json.loads, part) for part in lines), strict=True):
         assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-4)
