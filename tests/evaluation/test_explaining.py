@@ -94,10 +94,15 @@ def test_one_half_explains_and_the_other_gives_texts_with_and_without_the_unit(t
         quiet = [n for n in range(half, len(rows)) if own[n, window].max() < own[best, at] / 2]
         assert one["pairs"][0]["random"] in {tokenizer.decode(rows[n, window], skip_special_tokens=True) for n in quiet}
     assert json.loads(json.dumps(found)) == found and "judges" not in found
-    named = evaluate_explaining(model, layers, contexts_of(rows), how, [int(expected[1]), int(expected[0])])["a"]
+    units, other = [int(expected[1]), int(expected[0])], how.model_copy(update={"seed": 1})
+    named = evaluate_explaining(model, layers, contexts_of(rows), other, units)["a"]
     assert {unit: one["tokens"] for unit, one in named["units"].items()}.items() <= {
         unit: one["tokens"] for unit, one in found["units"].items()
     }.items()
+    both = [(found["units"][unit]["pairs"], one["pairs"]) for unit, one in named["units"].items()]
+    pairs = [pair for each in both for pair in zip(*each, strict=True)]
+    assert all(a["active"] == b["active"] for a, b in pairs), "the seed draws the texts without the unit"
+    assert any(a["random"] != b["random"] for a, b in pairs)
 
 
 def test_a_unit_that_never_fires_is_left_out_and_counted(trained_gpt2):
@@ -155,6 +160,13 @@ def test_a_judge_that_always_says_a_is_at_chance_and_one_that_follows_explanatio
     others = {unit: one["other"] for unit, one in results["a"]["units"].items()}
     assert sorted(others.values()) == sorted(others) and all(unit != other for unit, other in others.items())
     assert {e for e, *_ in reader.asked} == {f"{w} {n}" for n in range(8) for w in ("means", "is", "about")}
+
+
+def test_the_right_text_stands_first_in_every_other_question_of_units_with_an_odd_number_of_them():
+    results = explained(4, pairs=1)
+    decided(results, [Judge(lambda e, a, b: "A")], 0)
+    right = [unit["judges"]["judge"]["own"]["right"] for unit in results["a"]["units"].values()]
+    assert right == [2, 1, 2, 1] and results["a"]["judges"]["judge"]["accuracy"] == pytest.approx(0.5)
 
 
 def test_the_seed_draws_whose_explanations_are_the_control():

@@ -453,6 +453,19 @@ def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
     assert seeds == [0, 0, 1]
 
 
+def test_bos_the_context_and_the_seed_reach_the_texts(gpt2, monkeypatch):
+    seen, measure = [], masks.measure
+    monkeypatch.setattr(masks, "measure", lambda *args: seen.append(args[4]) or measure(*args))
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
+    for bos, context, seed in ((True, 4, 0), (False, 3, 1)):
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(seed=seed), context, bos)
+        scores = [float("1" in text) for text in MANY]
+        evaluate_purging(gpt2, sets, MANY, scores, PurgingConfig(seed=seed), context, bos)
+    for text, (bos, context) in zip(seen, ((True, 4), (True, 4), (False, 3), (False, 3)), strict=True):
+        assert max(map(len, text.rows)) == context and all((row[:1] == [0]) == bos for row in text.rows)
+    assert seen[0].choosing != seen[2].choosing and seen[1].choosing != seen[3].choosing
+
+
 @pytest.mark.long
 def test_results_do_not_depend_on_the_batch_or_on_what_else_is_measured(gpt2):
     one = {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}
