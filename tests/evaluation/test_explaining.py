@@ -94,15 +94,10 @@ def test_one_half_explains_and_the_other_gives_texts_with_and_without_the_unit(t
         quiet = [n for n in range(half, len(rows)) if own[n, window].max() < own[best, at] / 2]
         assert one["pairs"][0]["random"] in {tokenizer.decode(rows[n, window], skip_special_tokens=True) for n in quiet}
     assert json.loads(json.dumps(found)) == found and "judges" not in found
-    units, other = [int(expected[1]), int(expected[0])], how.model_copy(update={"seed": 1})
-    named = evaluate_explaining(model, layers, contexts_of(rows), other, units)["a"]
+    named = evaluate_explaining(model, layers, contexts_of(rows), how, [int(expected[1]), int(expected[0])])["a"]
     assert {unit: one["tokens"] for unit, one in named["units"].items()}.items() <= {
         unit: one["tokens"] for unit, one in found["units"].items()
     }.items()
-    both = [(found["units"][unit]["pairs"], one["pairs"]) for unit, one in named["units"].items()]
-    pairs = [pair for each in both for pair in zip(*each, strict=True)]
-    assert all(a["active"] == b["active"] for a, b in pairs), "the seed draws the texts without the unit"
-    assert any(a["random"] != b["random"] for a, b in pairs)
 
 
 def test_a_unit_that_never_fires_is_left_out_and_counted(trained_gpt2):
