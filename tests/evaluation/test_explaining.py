@@ -85,9 +85,8 @@ def test_one_half_explains_and_the_other_gives_texts_with_and_without_the_unit(t
             [i] for i in strongest.tolist()
         ]
         assert len(one["explanations"]) == 3 and 1 <= len(one["pairs"]) <= 2
-        assert one["explanations"][0] == written(
-            model, mean_embedding(model, strongest)[None], chat, *PROMPTS[0], 3
-        )[0]  # fmt: skip
+        word = mean_embedding(model, strongest)[None]
+        assert one["explanations"] == [written(model, word, chat, *prompt, 3)[0] for prompt in PROMPTS]
         best = half + int(own[half:].max(-1).argmax())
         at = int(own[best].argmax())
         window = slice(max(0, at - 20), at + 9)
@@ -158,6 +157,22 @@ def test_a_judge_that_always_says_a_is_at_chance_and_one_that_follows_explanatio
     assert {e for e, *_ in reader.asked} == {f"{w} {n}" for n in range(8) for w in ("means", "is", "about")}
 
 
+def test_the_right_text_stands_first_in_every_other_question_of_units_with_an_odd_number_of_them():
+    results = explained(4, pairs=1)
+    decided(results, [Judge(lambda e, a, b: "A")], 0)
+    right = [unit["judges"]["judge"]["own"]["right"] for unit in results["a"]["units"].values()]
+    assert right == [2, 1, 2, 1] and results["a"]["judges"]["judge"]["accuracy"] == pytest.approx(0.5)
+
+
+def test_the_seed_draws_whose_explanations_are_the_control():
+    def others(seed):
+        results = explained(8, pairs=1)
+        decided(results, [Judge(lambda e, a, b: "A")], seed)
+        return [unit["other"] for unit in results["a"]["units"].values()]
+
+    assert others(0) == others(0) != others(1)
+
+
 def test_a_judge_that_guesses_is_within_its_standard_errors_of_chance():
     rng = np.random.default_rng(0)
     results = explained(200)
@@ -196,6 +211,10 @@ def test_what_is_no_letter_is_a_failure_and_a_silent_judge_is_not_asked_on():
     found = results["a"]["judges"]["judge"]
     assert len(dead.asked) == 3 and found["reasons"] == {"timed out": 3, "not asked": 33}
     assert found["score"] is found["beyond"] is None and found["units"] == 0
+    turns = iter(range(36))
+    halting = Judge(lambda e, a, b: NoAnswer("timed out") if next(turns) % 3 else "A")
+    decided(results, [halting], 0)
+    assert results["a"]["judges"]["judge"]["reasons"] == {"timed out": 24}, "an answer between two silences ends them"
 
 
 def test_one_unit_alone_has_no_control():

@@ -14,8 +14,8 @@ from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.evaluation import masks
 from mxd.evaluation.masking import belonging, evaluate_masking
-from mxd.evaluation.masks import halves
-from mxd.evaluation.purging import evaluate_purging
+from mxd.evaluation.masks import control_masks, halves
+from mxd.evaluation.purging import _token_scores, evaluate_purging
 from mxd.layers import Code
 from mxd.questions import MaskingConfig, PurgingConfig, checked
 from mxd.report.page import write_report
@@ -330,8 +330,12 @@ def test_purging_agrees_with_numpy(gpt2, method):
     first = got["leading"][0]
     codes = hand.codes(first["block"])
     means = [code[:, first["unit"]].mean() for code in codes.values()]
+    assert first["tokens"] == sum(map(len, codes.values())), "points are drawn from the texts that chose"
+    assert first["active"] == sum((code[:, first["unit"]] > 0).sum() for code in codes.values())
     assert first["correlation_texts"] == pytest.approx(np.corrcoef(means, [scores[n] for n in codes])[0, 1], abs=1e-6)
     hand.check_changes(got, "changes", masks, 2)
+    active = {n: torch.from_numpy(sum(code.sum(0) for code in hand.codes(n).values()) > 0) for n in hand.layers}
+    hand.check_changes(got, "control", list(control_masks(masks, active, 0)), 2)
 
 
 @pytest.mark.long
@@ -372,6 +376,15 @@ def test_tokens_may_have_scores_of_their_own(gpt2):
         evaluate_purging(gpt2, sets, MANY, [[0.0, 1.0, float(n)] for n in range(len(MANY))])
 
 
+def test_tokens_that_are_cut_off_take_their_scores_with_them():
+    """BOS has the mean of the whole text's scores; token i has score i, also where the context ends before the text."""
+    assert _token_scores(0, [1.0, 2.0, 6.0], [0, 7, 8], head=1, context=3).tolist() == [3, 1, 2]
+    assert _token_scores(0, [1.0, 2.0, 6.0], [7, 8, 9], head=0, context=9).tolist() == [1, 2, 6]
+    assert _token_scores(0, 0.5, [0, 7, 8], head=1, context=9).tolist() == [0.5] * 3
+    with pytest.raises(MxdError, match="text 5 has 3 scores for 2 tokens"):
+        _token_scores(4, [1.0, 2.0, 6.0], [0, 7, 8], head=1, context=4)
+
+
 def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
     """Unit 5 fires on digits alone and adds much: masking it is felt on numbers, and nowhere else."""
     layer = layer_for(gpt2, 1, "transcoder", {"kind": "relu_l1"})
@@ -392,19 +405,42 @@ def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
     assert got["control"][0] == [0, 0, 0]
 
 
+def test_a_control_is_as_large_as_its_mask_while_there_are_others():
+    active = {0: torch.tensor([True] * 6 + [False] * 4)}
+    asked = [{0: [0, 1]}, {0: [0, 1, 2, 3]}, {0: []}]
+    small, large, none = (drawn[0] for drawn in control_masks(asked, active, 0))
+    assert len(small) == 2 and {*small} <= {2, 3, 4, 5} and large == [4, 5] and none == []
+    assert len({tuple(next(control_masks(asked, active, seed))[0]) for seed in range(9)}) > 1
+
+
+@torch.no_grad()
+def test_masks_and_control_are_measured_alike(gpt2):
+    """In each other's places they give the same numbers in each other's places."""
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
+    text = halves(gpt2.tokenizer, TEXTS, [label == "laws" for label in LABELS], ["other", "laws"], 3, 16)
+    ways = [{1: list(range(10))}], [{1: list(range(10, 20))}]
+    found = []
+    for mask, control in (ways, ways[::-1]):
+        got = masks.measure(gpt2, sets, {"a": mask}, {"a": control}, text, 8, lambda n: None)["a"]
+        found.append((masks.table("", got.changes), masks.table("", got.control)))
+    assert found[0] == found[1][::-1] and found[0][0] != found[0][1]
+
+
 def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
-    seen = []
-    measure = masks.measure
+    seen, seeds = [], []
+    measure, draw = masks.measure, masks.control_masks
 
     def spy(model, sets, masks, control, *rest):
         seen.append([*masks["a"], *control["a"]])
         return measure(model, sets, masks, control, *rest)
 
     monkeypatch.setattr(masks, "measure", spy)
+    monkeypatch.setattr(masks, "control_masks", lambda *args: seeds.append(args[2]) or draw(*args))
     layer = layer_for(gpt2, 1)
     sets = {"a": {1: trained_on(gpt2, 1, layer)}}
     for seed in (0, 0, 1):
-        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(ratio=1.5, seed=seed))
+        got = evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(ratio=1.5, seed=seed))["a"]
+        assert got["control"] != got["matrix"]
     rows = [np.array([[0, *gpt2.tokenizer(text)["input_ids"]]]) for text in TEXTS]
     active = set(np.flatnonzero(sum(dense_code(gpt2, 1, layer, row).sum((0, 1)) for row in rows)).tolist())
     assert len(active) < UNITS
@@ -413,7 +449,21 @@ def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
             assert {*control[1]} <= active - {*mask[1]}
             assert len(control[1]) == len(set(control[1])) <= len(mask[1])
     assert sum(len(mask[1]) for mask in seen[0][3:]) > 3
-    assert seen[0] == seen[1] != seen[2]
+    assert seen[0] == seen[1] and seen[0][:3] != seen[2][:3], "other texts choose other units"
+    assert seeds == [0, 0, 1]
+
+
+def test_bos_the_context_and_the_seed_reach_the_texts(gpt2, monkeypatch):
+    seen, measure = [], masks.measure
+    monkeypatch.setattr(masks, "measure", lambda *args: seen.append(args[4]) or measure(*args))
+    sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
+    for bos, context, seed in ((True, 4, 0), (False, 3, 1)):
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(seed=seed), context, bos)
+        scores = [float("1" in text) for text in MANY]
+        evaluate_purging(gpt2, sets, MANY, scores, PurgingConfig(seed=seed), context, bos)
+    for text, (bos, context) in zip(seen, ((True, 4), (True, 4), (False, 3), (False, 3)), strict=True):
+        assert max(map(len, text.rows)) == context and all((row[:1] == [0]) == bos for row in text.rows)
+    assert seen[0].choosing != seen[2].choosing and seen[1].choosing != seen[3].choosing
 
 
 @pytest.mark.long

@@ -266,6 +266,12 @@ def test_a_set_has_labels_and_groups():
     )
 
 
+def test_columns_are_named(tmp_path):
+    rows = [{"a": f"text {n}", "b": "xy"[n % 2], "c": "uv"[n // 2]} for n in range(4)]
+    labelled, groups = grouped_texts(write_table(tmp_path / "set.csv", rows), "a", "b", "c")
+    assert (labelled.texts, labelled.labels) == ([f"text {n}" for n in range(4)], [*"xyxy"]) and groups == [*"uuvv"]
+
+
 def small(**fields):
     return checked(RewriteConfig, **{"strengths": (1,), "draws": 1, **fields})
 

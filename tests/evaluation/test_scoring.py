@@ -60,6 +60,21 @@ def test_a_classifier_gives_the_probability_of_its_class(classifier):
     assert scorer(["The cat"]) == pytest.approx([one], abs=1e-6)
 
 
+def test_of_two_classes_the_second_scores_and_every_text_is_scored(classifier, tmp_path):
+    model = GPT2ForSequenceClassification.from_pretrained(classifier, num_labels=2, ignore_mismatched_sizes=True)
+    model.config.id2label = {0: "fine", 1: "rude"}
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(classifier).save_pretrained(tmp_path)
+    scorer = Classifier.load(str(tmp_path), device="cpu")
+    texts = [f"The {word}" for word in ("cat", "law", "war", "oil")] * 12
+    found = scorer(texts)  # more of one length than fit into a forward
+    assert found == pytest.approx(Classifier.load(str(tmp_path), "rude", "cpu")(texts[:4]) * 12, abs=1e-6)
+    assert found[:4] == pytest.approx([1 - p for p in Classifier.load(str(tmp_path), "fine", "cpu")(texts[:4])])
+    assert abs(found[0] - 0.5) > 1e-6
+    scorer.model.score.weight.data.fill_(float("nan"))
+    assert scorer(texts[:1]) == ["not a number"]
+
+
 def test_a_classifiers_class_must_be_known_and_its_files_safe(classifier, tmp_path):
     with pytest.raises(MxdError, match="has the classes kind, neutral, rude; say which one scores with --scorer-label"):
         Classifier.load(str(classifier), device="cpu")
@@ -99,5 +114,7 @@ def test_a_judge_is_asked_for_a_number_and_failures_have_reasons():
 def test_a_judge_that_is_silent_is_left_alone():
     judge = Told(*[None] * GIVE_UP)
     assert Asked(judge)(["a"] * (GIVE_UP + 2)) == ["timed out"] * GIVE_UP + ["not asked"] * 2
+    short = [*[None] * (GIVE_UP - 1), "1"] * 2
+    assert Asked(Told(*short))(["a"] * len(short)).count(1.0) == 2, "an answer between two silences ends the first"
     with pytest.raises(MxdError, match="is 'example'; expected an address"):
         make_scorer(EndpointConfig(url="example", model="m"))

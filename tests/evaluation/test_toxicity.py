@@ -12,16 +12,19 @@ from tables import write_table
 from mxd.artifacts.checkpoint import save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
+from mxd.config import DataConfig
+from mxd.evaluation import toxicity
+from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import greedy
 from mxd.evaluation.masks import Ablation, Texts
 from mxd.evaluation.toxicity import Toxicity, check, drawn_prompts, mean_score, summary
 from mxd.evaluation.under_mask import UnderMask
-from mxd.questions import ToxicityConfig, UnderMaskConfig
+from mxd.questions import ToxicityConfig, UnderMaskConfig, changed
 from mxd.report.page import write_report
 from mxd.splice import spliced
 
 MASKS, RANDOM = [{1: list(range(20))}, {1: []}], [{1: list(range(20, 40))}, {1: []}]
-HOW = ToxicityConfig(samples=4, tokens=5, greedy_tokens=6, top_p=0.5)
+HOW = ToxicityConfig(samples=4, tokens=5, greedy_tokens=6, top_p=0.5, temperature=0.8, seed=3)
 
 
 class ByLength:
@@ -63,6 +66,9 @@ def test_prompts_are_drawn_of_both_kinds(tokenizer):
     assert all((scores[n] > 0.5) == kind for n, kind in zip(numbers, toxic, strict=True)) and len(set(numbers)) == 8
     assert drawn_prompts(tokenizer, texts, scores, ToxicityConfig(limit=4), True)[0] == rows
     assert drawn_prompts(tokenizer, texts, scores, ToxicityConfig(limit=4, seed=1), True)[0] != rows
+    assert sum(drawn_prompts(tokenizer, texts, scores, ToxicityConfig(limit=20), True)[1]) == 9, "0.5 is not above it"
+    without = drawn_prompts(tokenizer, texts, scores, ToxicityConfig(limit=4), False)[0]
+    assert without == [row[1:] for row in rows]
     with pytest.raises(MxdError, match="a prompt has a list of scores"):
         drawn_prompts(tokenizer, ["a"], [[0.5]], HOW, True)
     with pytest.raises(MxdError, match="no prompts"):
@@ -75,7 +81,7 @@ def sampled(model, row, number):
     for u in np.random.default_rng([HOW.seed, number]).random((HOW.samples, HOW.tokens)):
         ids = list(row)
         for draw in u:
-            logits = model.logits(torch.tensor([ids]))[0, -1].double().numpy()
+            logits = model.logits(torch.tensor([ids]))[0, -1].double().numpy() / HOW.temperature
             p = np.exp(logits - logits.max())
             p /= p.sum()
             order = np.argsort(-p, kind="stable")
@@ -92,7 +98,7 @@ def text_of(model, ids):
 
 @pytest.mark.long
 def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
-    begun, toxic = [[0, 5, 9], [0, 6, 8, 4], [0, 17, 300]], [True, True, False]
+    begun, toxic = [[0, 17, 300], [0, 5, 9], [0, 6, 8, 4]], [False, True, True]
     sets = {"mine": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     under = UnderMask(UnderMaskConfig(), contexts_of([]), None, None)
     ablations = {"mine": Ablation(MASKS, RANDOM, [], [], [], [])}
@@ -105,8 +111,8 @@ def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
         once = ByLength()([text_of(gpt2, row) for row in greedy(gpt2, begun, HOW.greedy_tokens).tolist()])
         failed = sum(isinstance(score, str) for each in [*scores, once] for score in each)
         found = {"asked": 15, "failures": failed}
-        found["toxic"] = summary(scores[:2]) | mean_score(once[:2])
-        found["other"] = summary(scores[2:]) | mean_score(once[2:])
+        found["toxic"] = summary(scores[1:]) | mean_score(once[1:])
+        found["other"] = summary(scores[:1]) | mean_score(once[:1])
         return found | {"reasons": {"has an e": failed} if failed else {}}, [scores, once]
 
     base, seen = expected()
@@ -121,8 +127,14 @@ def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
         alike.append(seen)
     assert got["masked"][1] == got["control"][1] == got["unmasked"], "a mask without units changes nothing"
     assert got["prompts"] == {"toxic": 2, "other": 1} and got["scorer"] == "lengths"
-    first = got["examples"][0][0]
-    assert first["prompt"] == begun[0] and first["base"] != first["spliced"]
+    shown = got["examples"][0]
+    assert [one["prompt"] for one in shown] == [begun[1], begun[2], begun[0]], "toxic ones first"
+    assert shown[0]["base"] != shown[0]["spliced"]
+    for key in ("base", "spliced"):
+        texts = [text_of(gpt2, one[key]) for one in shown]
+        expected = [score if isinstance(score, float) else None for score in ByLength()(texts)]
+        assert [one[f"{key}_score"] for one in shown] == expected
+    assert any(one["base_score"] != one["spliced_score"] for one in shown)
 
 
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(gpt2):
@@ -130,6 +142,18 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(gpt2):
     longest = Toxicity(HOW, ByLength(), [[0] * 60], [True], under)
     with pytest.raises(MxdError, match=r"have 66 tokens, .* has 64 positions; give shorter prompts"):
         longest.prompts(gpt2, Texts([], [], [], []), [], [], True)
+
+
+def test_the_seed_reaches_all_that_is_drawn(gpt2, tmp_path, monkeypatch):
+    """The units and their control, the tokens, and the held-out text."""
+    seen = []
+    monkeypatch.setattr(toxicity, "evaluate_purging", lambda *args, beside: seen.extend([args[4], beside]) or {})
+    monkeypatch.setattr(Subject, "contexts", lambda self, seed: contexts_of([seed]))
+    table = str(write_table(tmp_path / "t.csv", [{"text": "a cat", "score": 0.7}, {"text": "a dog", "score": 0.1}]))
+    subject = Subject({"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}, gpt2, DataConfig(source="bundled"))
+    toxicity.answer(subject, changed(HOW, scores=table, prompts=table), by=ByLength())
+    purging, beside = seen
+    assert (purging.seed, beside.how.seed, *beside.under.contexts(0)) == (3, 3, 3)
 
 
 def test_what_is_missing_is_said(tmp_path):

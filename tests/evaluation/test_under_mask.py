@@ -12,9 +12,10 @@ from tables import write_table
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
+from mxd.evaluation.garbage import repeated_share
 from mxd.evaluation.generation import greedy
 from mxd.evaluation.harness import find_tasks
-from mxd.evaluation.masks import Ablation, matrices
+from mxd.evaluation.masks import Ablation, Texts, matrices
 from mxd.evaluation.task_domains import accuracy, by_domain, difference, read_groups
 from mxd.evaluation.under_mask import UnderMask
 from mxd.questions import TasksConfig, UnderMaskConfig
@@ -71,6 +72,7 @@ def test_a_domains_tasks_weigh_the_same_and_its_error_is_that_of_paired_document
     assert got.standard_error == pytest.approx(np.sqrt(sum(of_means)) / 2)
     unpaired = np.sqrt(sum(np.var(v, ddof=1) / len(v) for way in (plain, worse) for v in way.values())) / 2
     assert got.standard_error < 0.6 * unpaired
+    assert accuracy({"a": np.ones(1), "b": np.ones(9)}, ["a", "b"]).standard_error == np.inf
 
 
 def test_a_masks_own_domain_is_the_one_of_its_name():
@@ -82,11 +84,11 @@ def test_a_masks_own_domain_is_the_one_of_its_name():
     assert "target" not in matrices(["x", "y"], ["a", "b", "c"], changes, control)
 
 
-def measured(gpt2, how, contexts=None, tasks=None):
+def measured(gpt2, how, contexts=None, tasks=None, masks=DOMAINS):
     sets = {"mine": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     ablations = {"mine": Ablation(MASKS, RANDOM, [], [], [], [])}
     asked = UnderMask(how, contexts or contexts_of([]), tasks, None)
-    return sets, asked.measure(gpt2, sets, ablations, PROMPTS, DOMAINS, DOMAINS)["mine"]
+    return sets, asked.measure(gpt2, sets, ablations, PROMPTS, DOMAINS, masks)["mine"]
 
 
 def ways(gpt2, sets, run):
@@ -100,17 +102,19 @@ def ways(gpt2, sets, run):
 
 def test_held_out_text_under_each_mask(gpt2):
     rows = np.random.default_rng(1).integers(1, 400, (4, 24))
+    rows[:, 9] = 0  # a special token is no target
     how = UnderMaskConfig(then=("faithfulness",), tokens=96)
     sets, got = measured(gpt2, how, contexts_of(rows))
     assert set(got) == {"faithfulness"}
 
     def losses():
         logp = gpt2.logits(torch.from_numpy(rows))[:, :-1].double().log_softmax(-1)
-        return -logp.gather(-1, torch.from_numpy(rows[:, 1:, None]))[..., 0].mean(1).numpy()
+        ce = -logp.gather(-1, torch.from_numpy(rows[:, 1:, None]))[..., 0].numpy()
+        return np.delete(ce, 8, 1).mean(1)
 
     base = losses()
     plain, masked, control = ways(gpt2, sets, losses)
-    assert got["faithfulness"]["targets"] == rows[:, 1:].size
+    assert got["faithfulness"]["targets"] == 4 * 22
     assert got["faithfulness"]["unmasked"]["ce_increase"] == pytest.approx((plain - base).mean(), abs=1e-5)
     for kind, expected in (("masked", masked), ("control", control)):
         for found, loss in zip(got["faithfulness"][kind], expected, strict=True):
@@ -138,6 +142,28 @@ def test_continuations_under_each_mask(gpt2):
     assert first["prompt"] == PROMPTS[0][0] and first["base"] == plain[0].tolist()
     assert first["spliced"] == masked[0][0].tolist() and len(first["spliced_tokens"]) == 12
     assert found["repeated_masked"][1] == found["repeated"]
+    for key, expected in (("repeated_masked", masked), ("repeated_control", control)):
+        assert found[key] == [np.mean([repeated_share(row.tolist()) for row in rows]) for rows in expected]
+
+
+def test_of_scores_the_texts_with_high_ones_are_shown(gpt2):
+    """Thresholds name no group of texts; the second group has the scores above the mean."""
+    how = UnderMaskConfig(then=("generation",), new_tokens=2)
+    found = measured(gpt2, how, masks=["0.2", "0.1"])[1]["generation"]
+    assert [[one["prompt"] for one in each] for each in found["examples"]] == [PROMPTS[1]] * 2
+
+
+def test_prompts_are_the_first_words_of_the_measured_texts(gpt2):
+    """Not of those that chose the units, and each in its group."""
+    texts = [f"{word} {n} and some more" for n in range(3) for word in ("The cat", "A law")]
+    text = Texts([], [0, 1] * 3, choosing=[0, 1], measuring=[5, 4, 3, 2])
+    under = UnderMask(UnderMaskConfig(then=("generation",), words=3), contexts_of([]), None, None)
+    for bos in (True, False):
+        got = under.prompts(gpt2, text, texts, DOMAINS, bos)
+        assert [[row[0] == 0 for row in rows] for rows in got] == [[bos] * 2] * 2
+        said = [[gpt2.tokenizer.decode(row[bos:]) for row in rows] for rows in got]
+        assert said == [["The cat 2", "The cat 1"], ["A law 2", "A law 1"]]
+    assert UnderMask(UnderMaskConfig(), contexts_of([]), None, None).prompts(gpt2, text, texts, DOMAINS, True) == []
 
 
 def test_accuracies_under_each_mask(gpt2, stand_in):
@@ -153,6 +179,8 @@ def test_accuracies_under_each_mask(gpt2, stand_in):
     plain, masked, control = ways(gpt2, sets, right)
     found = got["tasks"]
     assert found["columns"] == ["arc_easy", "arc_hard"] and found["documents"] == [40, 40]
+    assert (found["base_mean"], found["unmasked_mean"]) == (pytest.approx(base.mean()), pytest.approx(plain.mean()))
+    assert base.mean() != plain.mean()
     assert found["base"] == base.mean(1).tolist() and found["unmasked"] == plain.mean(1).tolist()
     for key, mean, expected in (("matrix", "mean", masked), ("control", "control_mean", control)):
         for n, way in enumerate(expected):
