@@ -168,8 +168,7 @@ def written(
         cache = out.past_key_values
         added.append(out.logits[:, -1].argmax(-1))
         new = embed(added[-1]).unsqueeze(1)
-        whole = torch.cat([whole, new], 1)
-        fed = whole if cache is None else new
+        fed = torch.cat([fed, new], 1) if cache is None else new
     rows = torch.stack(added, 1).tolist()
     ends = [row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else None for row in rows]
     return [tokenizer.decode(row[:end], skip_special_tokens=True) for row, end in zip(rows, ends, strict=True)]
