@@ -1,6 +1,7 @@
 """JumpReLU (Rajamanoharan et al., arXiv 2407.14435): every unit above a threshold of its own, which is learned."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,8 +19,8 @@ GAIN = 0.1
 CHUNK = 4096
 """Units whose rows are formed at a time to set the first thresholds."""
 
-ROWS = 64
-"""Tokens that the step takes at a time on a CPU."""
+PART = 2**17
+"""Pre-activations that the step takes at a time on a CPU: half a MiB of each matrix."""
 
 
 class JumpReLUConfig(SparsityConfig):
@@ -126,38 +127,42 @@ class JumpReLU(Sparsity):
 
     def forward(self, x: Float[Tensor, "tokens d_in"], gate: Gate) -> Code:
         """Keep every pre-activation above its unit's threshold."""
-        positive = torch.relu(one_head(gate, x))
-        code = every_unit(_Jump.apply(positive, self.threshold, self.config.bandwidth))
+        code = every_unit(_Jump.apply(one_head(gate, x), self.threshold, self.config.bandwidth))
         if self.training and self.config.l0 is not None:
             self.active.append(code.active_count() / max(1, len(x)))
         return code
 
 
 class _Jump(torch.autograd.Function):
-    """``p (p > threshold)``, some rows at a time, so that what lies between stays in cache."""
+    """``p (p > threshold)`` with ``p = relu(pre)``, a few rows at a time, so that what lies between stays in cache.
+
+    A threshold below zero is as good as zero, so ``pre`` needs no pass of its own, nor does its gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, positive: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-        ctx.save_for_backward(positive, threshold)
+    def forward(ctx: Any, pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
+        ctx.save_for_backward(pre, threshold)
         ctx.bandwidth = bandwidth
-        out = torch.empty_like(positive)
-        size = _rows(positive)
-        for own, to_own in zip(positive.split(size), out.split(size), strict=True):
-            torch.mul(own, own > threshold, out=to_own)
+        out, least = torch.empty_like(pre), threshold.clamp_min(0)
+        for own, to_own in zip(*_parts(pre, out), strict=True):
+            torch.mul(own, torch.gt(own, least, out=to_own), out=to_own)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        positive, threshold = ctx.saved_tensors
-        out, inside = torch.empty_like(grad), torch.zeros_like(threshold)
-        parts = (full.split(_rows(positive)) for full in (positive, grad, out))
-        for own, upstream, to_own in zip(*parts, strict=True):
-            torch.mul(upstream, own > threshold, out=to_own)
-            inside += (upstream * ((own - threshold).abs_() < ctx.bandwidth / 2)).sum(0)
+        pre, threshold = ctx.saved_tensors
+        out, inside, least = torch.empty_like(grad), torch.zeros_like(threshold), threshold.clamp_min(0)
+        for own, upstream, to_own in zip(*_parts(pre, grad, out), strict=True):
+            torch.mul(upstream, torch.gt(own, least, out=to_own), out=to_own)
+            distance = torch.relu(own).sub_(threshold).abs_()
+            inside += distance.lt_(ctx.bandwidth / 2).mul_(upstream).sum(0)
         return out, -inside * threshold / ctx.bandwidth, None
 
 
-def _rows(full: Tensor) -> int:
-    """Return how many rows are taken at a time."""
-    return ROWS if full.device.type == "cpu" else max(1, len(full))
+def _parts(*full: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield, of each matrix, the parts of its rows that are taken at a time: on a CPU as much as stays in its cache."""
+    rows, units = full[0].shape
+    size = max(1, PART // units) if full[0].device.type == "cpu" else max(1, rows)
+    for matrix in full:
+        yield matrix.split(size)
