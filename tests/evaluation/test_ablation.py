@@ -352,17 +352,6 @@ def test_a_control_is_drawn_evenly_from_all_active_coefficients(trained_gpt2):
 
 
 @torch.no_grad()
-def test_units_that_are_alike_have_controls_of_their_own(gpt2):
-    """All units are active at every token, so only the draw tells their controls apart."""
-    layer, drawn = layer_for(gpt2, 1, "transcoder", {"kind": "relu_l1"}), drawn_of(gpt2, 2)
-    layer.encoder_bias += 100
-    dropping = Dropping(gpt2, trained_on(gpt2, 1, layer), [3, 7], 0)
-    activity = dropping.activity([padded(drawn.rows, drawn.measuring)])
-    assert (activity.coefficients[:, 0] == activity.coefficients[:, 1]).all()
-    assert (activity.controls[:, 0] != activity.controls[:, 1]).any()
-
-
-@torch.no_grad()
 def test_what_is_dropped_changes_that_texts_output_and_no_other(trained_gpt2):
     model, drawn, layer = trained_gpt2, drawn_of(trained_gpt2), layer_for(trained_gpt2, 1)
     batch = padded(drawn.rows, drawn.measuring[:4])

@@ -146,7 +146,6 @@ def test_what_is_chosen_depends_on_no_measured_text_and_is_the_best_of_what_was_
         best = max(one["tried"][way], key=lambda point: point["target"] - point["others"])
         strength = best["strength"] if best["target"] > best["others"] else 0
         assert one["ways"][way]["strengths"] == [strength]
-    assert one["best"] == 1 - one["ways"]["plain"]["target_accuracy"] != 1 - one["ways"]["blind"]["target_accuracy"]
     assert len(one["ways"]["random"]["strengths"]) == len(one["ways"]["random_contrast"]["strengths"]) == 2
     assert seeds == [3] * 4
 
@@ -306,17 +305,6 @@ def test_directions(trained_gpt2, oracle):
 
 
 CELLS = Cells(["a", "a", "b"], ["x", "y", "x"], np.array([9, 9, 9]), 0)
-
-
-def test_gains_are_over_blind_rewriting_and_over_the_same_with_random_texts():
-    """Each way gets more texts of the target right than the one before it, and changes nothing else."""
-    ways = ["plain", "blind", "random", "expert", "random_contrast", "contrast"]
-    right = np.ones((6, 27), dtype=bool)
-    right[:, :9] = np.arange(9) < np.array([0, 1, 2, 4, 5, 9])[:, None]
-    rows = {way: [row] for row, way in enumerate(ways)}
-    found = rewrite.compared(right, rows, np.repeat(range(3), 9), CELLS, rewrite.GAINS, 0)
-    expected = {"gain": 3, "gain_random": 2, "gain_contrast": 8, "gain_contrast_random": 4}
-    assert {key: found[key] for key in rewrite.GAINS} == {key: pytest.approx(n / 9) for key, n in expected.items()}
 
 
 def test_the_best_score_is_chosen_for_each_way_and_nothing_where_nothing_helps():
