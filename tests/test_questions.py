@@ -65,7 +65,7 @@ COMMANDS = {
         [DEFAULTS.steering],
         {
             *("--scale", "--prompt", "--samples", "--tokens", "--temperature", "--top-p", "--frequency-penalty"),
-            *("--seed", "--on", "--repeats", "--rubric"),
+            *("--seed", "--on", "--at", "--repeats", "--rubric"),
         },
     ),
 }

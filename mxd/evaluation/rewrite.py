@@ -14,23 +14,21 @@ there was to find.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from mxd.artifacts.checkpoint import Trained
-from mxd.common.errors import MxdError
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import special_ids
 from mxd.data.grouped import grouped_texts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.fairness import Cells, cell_accuracies, compared, rewrite_score
-from mxd.evaluation.masks import halves
-from mxd.evaluation.rewriting import BLIND, PLAIN, Edit, Gate, Rewriting, direction_of
+from mxd.evaluation.rewriting import BLIND, PLAIN, Edit, Found, Gate, Rewriting, direction_of
 from mxd.evaluation.separation import separation, telltale
+from mxd.evaluation.splitting import Split, split_texts
 from mxd.evaluation.walk import evaluating
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, RewriteConfig
@@ -46,8 +44,6 @@ GAINS = {
     "gain_contrast_random": (CONTRAST, CONTROLS[CONTRAST]),
 }
 """Differences of rewrite scores."""
-LEAST = 4
-"""Texts that a cell needs: one fits, one chooses, two are measured."""
 
 
 def answer(subject: Subject, how: RewriteConfig = DEFAULTS.rewrite) -> dict[str, Any]:
@@ -65,35 +61,6 @@ def answer(subject: Subject, how: RewriteConfig = DEFAULTS.rewrite) -> dict[str,
     what = subject.base, subject.layers, labelled.texts, labelled.labels, groups
     results = evaluate_rewrite(*what, how, subject.text.context, subject.text.bos)
     return subject.document(results, asked=how.model_dump(mode="json"), replacements=subject.members)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Texts in cells: those that fit, those that choose, those that are measured."""
-
-    rows: list[list[int]]
-    labels: list[int]
-    """The number of each text's label."""
-    cell_of: Int[np.ndarray, " texts"]
-    fitting: list[int]
-    tuning: list[int]
-    measuring: list[int]
-    cells: Cells
-
-    @property
-    def target_label(self) -> int:
-        """The number of the target's label."""
-        return self.labels[int(np.flatnonzero(self.cell_of == self.cells.target)[0])]
-
-    def probed(self, support: int | None) -> list[int]:
-        """Return the fitting texts on which the probe is fitted: of the target ``support`` at most."""
-        mine = [n for n in self.fitting if self.cell_of[n] == self.cells.target]
-        left_out = set(mine[support:]) if support is not None else set()
-        return [n for n in self.fitting if n not in left_out]
-
-    def counted(self, numbers: Sequence[int]) -> list[int]:
-        """Return how many of some texts are in each cell."""
-        return np.bincount(self.cell_of[numbers], minlength=len(self.cells.texts)).tolist()
 
 
 @torch.no_grad()
@@ -134,7 +101,7 @@ def evaluate_rewrite(
         MxdError: no such target, a cell with fewer than four texts, a target whose label no other group has, fewer than
             two labels, no such ``how.direction``, no tokenizer, or layers that do not fit the model.
     """
-    split = _split(model, texts, labels, groups, how, context, bos)
+    split = split_texts(model, texts, labels, groups, how, context, bos)
     gates = 2 * (1 + how.draws)
     tried, measured = 1 + len(how.strengths) * (2 + gates), 2 + gates
     total = len(layers) * (len(split.fitting) + len(split.tuning) * tried + len(split.measuring) * measured)
@@ -147,66 +114,10 @@ def evaluate_rewrite(
         }
 
 
-def _split(
-    model: FrozenModel,
-    texts: Sequence[str],
-    labels: Sequence[str],
-    groups: Sequence[str],
-    how: RewriteConfig,
-    context: int,
-    bos: bool,
-) -> Split:
-    """Sort texts into cells, and divide each cell."""
-    pairs = list(zip(labels, groups, strict=True))
-    cells = sorted({pair for pair, text in zip(pairs, texts, strict=True) if text.strip()})
-    target = _target(pairs, cells, how)
-    cell_of = [cells.index(pair) if pair in cells else -1 for pair in pairs]
-    names = [f"{label}, {group}" for label, group in cells]
-    for cell, name in enumerate(names):
-        texts_there = sum(text.strip() != "" for text, n in zip(texts, cell_of, strict=True) if n == cell)
-        if texts_there < LEAST:
-            raise MxdError(f"{name!r} has {texts_there} texts; expected at least {LEAST}. Give more, or leave it out.")
-    drawn = halves(model.tokenizer, texts, cell_of, names, how.limit, context, bos, how.seed)
-    by_cell = [[n for n in drawn.choosing if cell_of[n] == cell] for cell in range(len(cells))]
-    fitting = [n for members in by_cell for n in members[: (len(members) + 1) // 2]]
-    tuning = [n for members in by_cell for n in members[(len(members) + 1) // 2 :]]
-    known = sorted({label for label, _ in cells})
-    numbers = [known.index(label) if label in known else -1 for label in labels]
-    counts = np.bincount(np.array(cell_of)[drawn.measuring], minlength=len(cells))
-    found = Cells([label for label, _ in cells], [group for _, group in cells], counts, cells.index(target))
-    return Split(drawn.rows, numbers, np.array(cell_of), fitting, tuning, drawn.measuring, found)
-
-
-def _target(pairs: Sequence[tuple[str, str]], cells: Sequence[tuple[str, str]], how: RewriteConfig) -> tuple[str, str]:
-    """Return the rarest cell of those that are asked for."""
-    fits = [(how.target_label in (None, label)) and (how.target_group in (None, group)) for label, group in cells]
-    asked = [cell for cell, fit in zip(cells, fits, strict=True) if fit]
-    if not asked:
-        known = "; ".join(f"{label}, {group}" for label, group in cells)
-        raise MxdError(
-            f"no texts of the target, label {how.target_label!r} and group {how.target_group!r}; there are: {known}."
-        )
-    rarest = min(asked, key=pairs.count)
-    labels = {label for label, _ in cells}
-    if len(labels) < 2 or not any(label == rarest[0] and group != rarest[1] for label, group in cells):
-        raise MxdError(
-            f"the target is {', '.join(rarest)}; expected texts of another label, and of this label in another group, "
-            "to compare with."
-        )
-    return rarest
-
-
 def _rewritten(rewriting: Rewriting, split: Split, how: RewriteConfig, advance: Advance) -> dict[str, Any]:
     """Fit, choose and measure on one layer."""
-    cells, sets = split.cells, _sets(split, how)
-    members = {f"{name}{side}": texts for name, both in sets.items() for side, texts in zip("+-", both, strict=True)}
-    means = rewriting.fit(split.fitting, split.probed(how.support), members, advance)
-    for name in sets:
-        by_mean, by_contrast = (
-            (EXPERT, CONTRAST) if name == "target" else (f"{way} {name}" for way in CONTROLS.values())
-        )
-        rewriting.gates[by_mean] = Gate.by_mean(means[f"{name}+"], rewriting.simplex)
-        rewriting.gates[by_contrast] = Gate.by_contrast(means[f"{name}+"], means[f"{name}-"])
+    cells = split.cells
+    _fit(rewriting, split, how, advance)
     added = direction_of(how.direction, rewriting, split.target_label)
 
     def accuracies(edits: Sequence[Edit]) -> Float[np.ndarray, "edits cells"]:
@@ -217,20 +128,13 @@ def _rewritten(rewriting: Rewriting, split: Split, how: RewriteConfig, advance: 
     blind = [PLAIN, *((BLIND, sign * much) for sign in (1, -1) for much in strengths)]
     tuned = accuracies(blind)
     sign = sign_of(tuned[1:, cells.target])
-    edits = [(way, sign * much) for way in rewriting.gates for much in strengths]
-    tuned = np.concatenate([tuned, accuracies(edits)])
-    edits = [*blind, *edits]
+    gated = [(way, sign * much) for way in rewriting.gates for much in strengths]
+    edits, tuned = [*blind, *gated], np.concatenate([tuned, accuracies(gated)])
     chosen = chosen_edits(edits, tuned, cells)
-    ways = [BLIND, *rewriting.gates]
-    found = rewriting.run(split.measuring, [PLAIN, *(chosen[way] for way in ways)], added, advance)
-    rows = {way: [1 + i for i, each in enumerate(ways) if each.partition(" ")[0] == way] for way in _ways(ways)}
-    cell_of = split.cell_of[split.measuring]
-    report = compared(found.right, {"plain": [0], **rows}, cell_of, cells, GAINS, how.seed)
-    for way, numbers in rows.items():
-        report["ways"][way]["strengths"] = [chosen[ways[n - 1]][1] for n in numbers]
-    apart = {way: separation(values, cell_of, cells) for way, values in found.strengths.items()}
+    found = rewriting.run(split.measuring, [PLAIN, *chosen.values()], added, advance)
     counts = map(split.counted, (split.fitting, split.tuning, split.measuring))
     keys = ("label", "group", "fitted", "tuned", "measured")
+    report = _measured(found, chosen, split, how.seed)
     return {
         "cells": [dict(zip(keys, cell, strict=True)) for cell in zip(cells.labels, cells.groups, *counts, strict=True)],
         "target": cells.target,
@@ -238,25 +142,38 @@ def _rewritten(rewriting: Rewriting, split: Split, how: RewriteConfig, advance: 
         **report,
         "best": 1 - report["ways"]["plain"]["target_accuracy"],
         "tried": _tried(edits, tuned, cells, sign),
-        "separation": {way: apart[way] for way in CONTROLS}
-        | {way: {"auc": float(np.mean([apart[ways[n - 1]]["auc"] for n in rows[way]]))} for way in CONTROLS.values()},
     }
 
 
-def _ways(names: Sequence[str]) -> list[str]:
-    """Return the ways, each once: draws of a control have its name and a number."""
-    return list(dict.fromkeys(name.partition(" ")[0] for name in names))
+def _fit(rewriting: Rewriting, split: Split, how: RewriteConfig, advance: Advance) -> None:
+    """Fit the probe, and the gates of the target and of its controls."""
+    sets = split.sets(how.draws, how.seed)
+    members = {f"{name}{side}": texts for name, both in sets.items() for side, texts in zip("+-", both, strict=True)}
+    means = rewriting.fit(split.fitting, split.probed(how.support), members, advance)
+    for name in sets:
+        by_mean, by_contrast = (
+            (EXPERT, CONTRAST) if name == "target" else (f"{way} {name}" for way in CONTROLS.values())
+        )
+        rewriting.gates[by_mean] = Gate.by_mean(means[f"{name}+"], rewriting.simplex)
+        rewriting.gates[by_contrast] = Gate.by_contrast(means[f"{name}+"], means[f"{name}-"])
 
 
-def _sets(split: Split, how: RewriteConfig) -> dict[str, tuple[list[int], list[int]]]:
-    """Return the fitting texts of the ``target``, and as many random others, several times; with each all the rest."""
-    mine = [n for n in split.fitting if split.cell_of[n] == split.cells.target]
-    others = [n for n in split.fitting if split.cell_of[n] != split.cells.target]
-    rng = np.random.default_rng(how.seed)
-    sets = {"target": mine}
-    for draw in range(how.draws):
-        sets[str(draw)] = rng.choice(others, min(len(mine), len(others)), replace=False).tolist()
-    return {name: (texts, [n for n in split.fitting if n not in set(texts)]) for name, texts in sets.items()}
+def _measured(found: Found, chosen: Mapping[str, Edit], split: Split, seed: int) -> dict[str, Any]:
+    """Return what none and then each chosen edit did to the measured texts, and how well gates tell the target."""
+    cell_of, names = split.cell_of[split.measuring], list(chosen)
+    draws = {way: [name for name in names if _way(name) == way] for way in dict.fromkeys(map(_way, names))}
+    rows = {way: [1 + names.index(name) for name in each] for way, each in draws.items()}
+    report = compared(found.right, {"plain": [0], **rows}, cell_of, split.cells, GAINS, seed)
+    for way, each in draws.items():
+        report["ways"][way]["strengths"] = [chosen[name][1] for name in each]
+    apart = {name: separation(values, cell_of, split.cells) for name, values in found.strengths.items()}
+    random = {way: {"auc": float(np.mean([apart[name]["auc"] for name in draws[way]]))} for way in CONTROLS.values()}
+    return report | {"separation": {way: apart[way] for way in CONTROLS} | random}
+
+
+def _way(name: str) -> str:
+    """Return the way that a name stands for: draws of a control have its name and a number."""
+    return name.partition(" ")[0]
 
 
 def sign_of(accuracies: Float[np.ndarray, " edits"]) -> int:
@@ -293,9 +210,9 @@ def _tried(
     changes = accuracies - accuracies[0]
     others = np.delete(np.abs(changes), cells.target, 1).sum(1)
     tried: dict[str, list[dict[str, float]]] = {}
-    for way in _ways([way for way, _ in edits]):
+    for way in dict.fromkeys(_way(name) for name, _ in edits):
         for much in dict.fromkeys(much for _, much in edits if much * sign > 0):
-            at = [i for i, (each, m) in enumerate(edits) if each.partition(" ")[0] == way and m == much]
+            at = [i for i, (each, m) in enumerate(edits) if _way(each) == way and m == much]
             point = {"target": changes[at, cells.target], "others": others[at]}
             means = {key: float(values.mean()) for key, values in point.items()}
             tried.setdefault(way, []).append({"strength": much} | means)

@@ -16,7 +16,7 @@ from mxd.data.contexts import special_ids
 from mxd.data.labelled import labelled_texts
 from mxd.evaluation import ablation
 from mxd.evaluation.ablation import beyond_chance, evaluate_ablation, frequent, polysemanticity
-from mxd.evaluation.dropping import Dropping
+from mxd.evaluation.dropping import Activity, Dropping
 from mxd.evaluation.masks import halves
 from mxd.evaluation.targets import NextTokens
 from mxd.evaluation.walk import CodeMoments, padded
@@ -76,6 +76,10 @@ def test_beyond_chance_is_beyond_controls_of_like_size():
     assert (beyond_chance(largest, control, sizes) == (sizes < 5000))[clear].all()
     # of units that are like their controls, about 1 in 20
     assert 0.02 < beyond_chance(rng.random(4000), rng.random(4000), rng.permutation(4000)).mean() < 0.08
+    # among 40 the quantile lies a twentieth of a step above the third largest
+    order = rng.permutation(40)
+    near = np.where(order % 2, 37.04, 37.06)
+    assert (beyond_chance(near, order.astype(float), order) == (near > 37.05)).all()
     assert beyond_chance(np.ones(3), np.zeros(3), np.arange(3)).all()
     assert not beyond_chance(np.zeros(3), np.zeros(3), np.arange(3)).any()
 
@@ -89,6 +93,32 @@ def test_the_units_that_fire_most_often_are_dropped(gpt2):
     assert frequent(moments, 1, 0.5) == ([3, 7], 1), "7 is stronger than 5"
     assert frequent(moments, 9, 0.5) == ([3, 5, 7, 9, 11], 0), "units that never fire are not"
     assert frequent(moments, 9, 0.95) == ([3, 5, 7, 9, 11], 0)
+
+
+def test_what_is_said_of_units_and_of_their_controls():
+    """Unit 4 carries one class, 7 halves both, 9 helps one a little; of the controls one changes nothing."""
+    activity = Activity([4, 7, 9], np.array([[0, 1, 2], [3, 0, 0]]), np.array([5, 5]), np.zeros((2, 3), dtype=int))
+    changes = np.array([[[-10, 0], [-5, -2], [1, 0]], [[-1, 0], [0, 0], [0, -1]]])
+    counts = ablation._Found(activity, np.array([10, 4]), np.array([20, 5]), changes, [20, 5])
+    found = ablation._report(counts, [4, 7, 9], [n / 10 for n in range(10)])
+    units = list(found["units"].values())
+    assert [unit["d"] for unit in units] == [[1, 0], [0.5, 0.5], [-0.1, 0]]
+    assert [unit["p"] for unit in units] == [0, pytest.approx(0.5**0.5), pytest.approx(1.01**0.5)]
+    assert [unit["control"] for unit in units] == [
+        {"d": [0.1, 0], "p": 0.9},
+        {"d": [0, 0], "p": None},
+        {"d": [0, 0.25], "p": 0.75},
+    ]
+    assert [(unit["rate"], unit["coefficients"]) for unit in units] == [(0.4, 3), (0.7, 1), (0.9, 2)]
+    assert [unit["beyond_chance"] for unit in units] == [True, True, False], "0.235 is the quantile"
+    assert (found["affecting"], found["beyond_chance"]["affecting"], found["control"]["affecting"]) == (3, 2, 2)
+    assert (found["beyond_chance"]["units"], found["beyond_chance"]["largest_drop"]) == (2, 0.75)
+    assert found["beyond_chance"]["polysemanticity"] == pytest.approx(0.5**0.5 / 2)
+    assert (found["largest_drop"], found["control"]["largest_drop"]) == (0.5, pytest.approx(0.35 / 3))
+    assert found["control"]["polysemanticity"] == pytest.approx(0.825)
+    assert (found["accuracy"], found["mean_accuracy"]) == ([0.5, 0.8], pytest.approx(0.65))
+    histogram = found["histogram"]
+    assert [sum(histogram[which]) for which in ("units", "beyond_chance", "control")] == [3, 2, 2]
 
 
 # The counts, against explicit masks
@@ -233,6 +263,24 @@ def test_an_expert_that_alone_carries_a_class_and_one_that_is_never_used(trained
     assert found["units"]["7"]["p"] is None and found["units"]["7"]["coefficients"] == 0
     assert found["affecting"] == 1 and found["polysemanticity"] == 0 and found["polysemanticity_se"] is None
     assert sum(found["texts"]) == len(drawn.measuring)
+
+
+def test_bos_the_context_and_the_seed_reach_texts_and_controls(gpt2, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def seeded(model, trained, units, seed):
+        raise Enough(seed)
+
+    seen = []
+    monkeypatch.setattr(ablation, "halves", lambda *args: seen.append(args[4:]) or halves(*args))
+    monkeypatch.setattr(ablation, "Dropping", seeded)
+    with pytest.raises(Enough, match="5"):
+        how = AblationConfig(target="token", limit=4, seed=5)
+        evaluate_ablation(
+            gpt2, {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}, TEXTS, LABELS, how, context=9, bos=False
+        )
+    assert seen == [(4, 9, False, 5)]
 
 
 # What runs again, and the control

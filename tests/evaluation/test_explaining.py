@@ -11,6 +11,7 @@ from small_layers import contexts_of, dense_code, layer_for, trained_on
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
 from mxd.data.labelled import labelled_texts
+from mxd.evaluation import explaining
 from mxd.evaluation.deciding import decided, scored
 from mxd.evaluation.explaining import PROMPTS, SLOT, evaluate_explaining, mean_embedding, written
 from mxd.evaluation.judging import NoAnswer
@@ -87,17 +88,42 @@ def test_one_half_explains_and_the_other_gives_texts_with_and_without_the_unit(t
         assert len(one["explanations"]) == 3 and 1 <= len(one["pairs"]) <= 2
         word = mean_embedding(model, strongest)[None]
         assert one["explanations"] == [written(model, word, chat, *prompt, 3)[0] for prompt in PROMPTS]
-        best = half + int(own[half:].max(-1).argmax())
-        at = int(own[best].argmax())
-        window = slice(max(0, at - 20), at + 9)
-        assert one["pairs"][0]["active"] == tokenizer.decode(rows[best, window], skip_special_tokens=True)
-        quiet = [n for n in range(half, len(rows)) if own[n, window].max() < own[best, at] / 2]
-        assert one["pairs"][0]["random"] in {tokenizer.decode(rows[n, window], skip_special_tokens=True) for n in quiet}
+        expected_pairs = []
+        for best in half + np.argsort(-own[half:].max(-1), kind="stable")[:2]:
+            at = int(own[best].argmax())
+            window = slice(max(0, at - 20), at + 9)
+            quiet = [n for n in range(half, len(rows)) if own[n, window].max() < own[best, at] / 2]
+            if not quiet:
+                break
+            active, *others = (tokenizer.decode(rows[n, window], skip_special_tokens=True) for n in (best, *quiet))
+            expected_pairs.append((active, set(others)))
+        assert [pair["active"] for pair in one["pairs"]] == [active for active, _ in expected_pairs]
+        for pair, (_, others) in zip(one["pairs"], expected_pairs, strict=True):
+            assert pair["random"] in others
     assert json.loads(json.dumps(found)) == found and "judges" not in found
     named = evaluate_explaining(model, layers, contexts_of(rows), how, [int(expected[1]), int(expected[0])])["a"]
     assert {unit: one["tokens"] for unit, one in named["units"].items()}.items() <= {
         unit: one["tokens"] for unit, one in found["units"].items()
     }.items()
+
+
+def test_the_seed_draws_the_texts_without_the_unit_for_each_layer_anew_and_reaches_the_judges(
+    trained_gpt2, monkeypatch
+):
+    model, seeds = instruct(trained_gpt2), []
+    monkeypatch.setattr(explaining, "decided", lambda results, judges, seed: seeds.append(seed))
+    rows, layer = rows_of(model, 16, 24), trained_on(model, 1, layer_for(model, 1))
+
+    def drawn(seed):
+        how = ExplainingConfig(tokens=rows.size, top=16, contexts=2, new_tokens=1, shared=0.9, seed=seed)
+        layers = {"a": layer, "b": layer}
+        found = evaluate_explaining(model, layers, contexts_of(rows), how, judges=[Judge(lambda *_: "A")])
+        pairs = [[pair for unit in found[name]["units"].values() for pair in unit["pairs"]] for name in "ab"]
+        return [[[pair[kind] for pair in each] for each in pairs] for kind in ("active", "random")]
+
+    (active, random), (again, others) = drawn(3), drawn(4)
+    assert active == again and active[0] == active[1] and len(active[0]) > 4, "the same texts with the units"
+    assert random[0] != random[1] and random != others and seeds == [3, 4]
 
 
 def test_a_unit_that_never_fires_is_left_out_and_counted(trained_gpt2):
@@ -166,11 +192,11 @@ def test_the_right_text_stands_first_in_every_other_question_of_units_with_an_od
 
 def test_the_seed_draws_whose_explanations_are_the_control():
     def others(seed):
-        results = explained(8, pairs=1)
+        results = explained(8, pairs=1) | {"b": explained(8, pairs=1)["a"]}
         decided(results, [Judge(lambda e, a, b: "A")], seed)
-        return [unit["other"] for unit in results["a"]["units"].values()]
+        return [[unit["other"] for unit in result["units"].values()] for result in results.values()]
 
-    assert others(0) == others(0) != others(1)
+    assert others(0) == others(0) != others(1) and len({tuple(each) for each in (*others(0), *others(1))}) == 4
 
 
 def test_a_judge_that_guesses_is_within_its_standard_errors_of_chance():

@@ -12,10 +12,12 @@ from variants import GENERAL, SOME_GENERAL
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.common.errors import MxdError
-from mxd.evaluation import masks
+from mxd.evaluation import masks, purging
+from mxd.evaluation.correlation import Correlations
 from mxd.evaluation.masking import belonging, evaluate_masking
 from mxd.evaluation.masks import control_masks, halves
-from mxd.evaluation.purging import _token_scores, evaluate_purging
+from mxd.evaluation.purging import _leading, _token_scores, evaluate_purging
+from mxd.evaluation.scatter import Scatter
 from mxd.layers import Code
 from mxd.questions import MaskingConfig, PurgingConfig, checked
 from mxd.report.page import write_report
@@ -360,20 +362,33 @@ def test_tokens_may_have_scores_of_their_own(gpt2):
     sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1, sparsity={"kind": "relu_l1"}))}}
     ids = [gpt2.tokenizer(text)["input_ids"] for text in MANY]
     of_tokens = [[float(gpt2.tokenizer.decode([i]).strip().isdigit()) for i in row] for row in ids]
-    drawn = halves(gpt2.tokenizer, MANY, [int("1" in t) for t in MANY], ["no", "yes"], 500, 128)
-    rows = np.concatenate(
-        [dense_code(gpt2, 1, sets["a"][1].layer, np.array([drawn.rows[n]]))[0][1:] for n in drawn.choosing]
-    )
-    scores = np.concatenate([of_tokens[n] for n in drawn.choosing])
-    expected = max(np.corrcoef(rows[:, n], scores)[0, 1] for n in range(UNITS) if np.ptp(rows[:, n]) > 0)
     groups = np.array([np.mean(each) for each in of_tokens])
     assert ((groups > groups.mean()) == ["1" in t for t in MANY]).all()  # so that the halves are those drawn here
-    got = evaluate_purging(gpt2, sets, MANY, of_tokens, PurgingConfig(thresholds=(0.3,)))["a"]
-    assert got["leading"][0]["correlation"] == pytest.approx(expected, abs=1e-5)
+    for bos in (False, True):
+        drawn = halves(gpt2.tokenizer, MANY, [int("1" in t) for t in MANY], ["no", "yes"], 500, 128, bos)
+        rows = np.concatenate(
+            [dense_code(gpt2, 1, sets["a"][1].layer, np.array([drawn.rows[n]]))[0][bos:] for n in drawn.choosing]
+        )
+        scores = np.concatenate([of_tokens[n] for n in drawn.choosing])
+        expected = max(np.corrcoef(rows[:, n], scores)[0, 1] for n in range(UNITS) if np.ptp(rows[:, n]) > 0)
+        got = evaluate_purging(gpt2, sets, MANY, of_tokens, PurgingConfig(thresholds=(0.3,)), bos=bos)["a"]
+        first = got["leading"][0]
+        assert first["correlation"] == pytest.approx(expected, abs=1e-5)
+        assert (first["tokens"], first["active"]) == (len(rows), (rows[:, first["unit"]] > 0).sum())
     other = evaluate_purging(gpt2, sets, MANY, groups.tolist(), PurgingConfig(thresholds=(0.3,)))["a"]
     assert other["leading"][0]["correlation"] != pytest.approx(expected, abs=1e-3)
     with pytest.raises(MxdError, match=r"text \d+ has 3 scores for \d+ tokens; give it one number, or one for each"):
         evaluate_purging(gpt2, sets, MANY, [[0.0, 1.0, float(n)] for n in range(len(MANY))])
+
+
+def test_the_leading_units_are_the_ten_that_correlate_most_of_all_layers():
+    rng = np.random.default_rng(0)
+    over, texts = {n: torch.from_numpy(rng.normal(size=8)) for n in (2, 0)}, torch.arange(8) / 8
+    found = _leading({n: Correlations(r, texts, r > 0.5) for n, r in over.items()})
+    order = sorted(((float(r), n, unit) for n in over for unit, r in enumerate(over[n])), reverse=True)
+    assert [(one["correlation"], one["block"], one["unit"]) for one in found] == order[:10]
+    for one in found:
+        assert (one["correlation_texts"], one["beyond_chance"]) == (one["unit"] / 8, one["correlation"] > 0.5)
 
 
 def test_tokens_that_are_cut_off_take_their_scores_with_them():
@@ -453,14 +468,34 @@ def test_the_control_is_as_many_other_active_units(gpt2, monkeypatch):
     assert seeds == [0, 0, 1]
 
 
-def test_bos_the_context_and_the_seed_reach_the_texts(gpt2, monkeypatch):
-    seen, measure = [], masks.measure
+class Noting:
+    """Measures nothing beside the losses, and notes how prompts are to begin."""
+
+    def __init__(self):
+        self.bos = []
+
+    def prompts(self, model, text, texts, groups, bos):
+        self.bos.append(bos)
+        return []
+
+    def measure(self, model, sets, ablations, begun, groups, masks):
+        return {name: {} for name in sets}
+
+
+def test_bos_the_context_and_the_seed_reach_the_texts_and_all_that_is_drawn(gpt2, monkeypatch):
+    seen, seeds, beside = [], [], Noting()
+    measure, control, report = masks.measure, masks.control_masks, purging.Correlation.report
     monkeypatch.setattr(masks, "measure", lambda *args: seen.append(args[4]) or measure(*args))
+    monkeypatch.setattr(masks, "control_masks", lambda *args: seeds.append(args[2]) or control(*args))
+    monkeypatch.setattr(purging.Correlation, "report", lambda self, seed: seeds.append(seed) or report(self, seed))
+    monkeypatch.setattr(purging, "Scatter", lambda units, seed: seeds.append(seed) or Scatter(units, seed))
     sets = {"a": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     for bos, context, seed in ((True, 4, 0), (False, 3, 1)):
-        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(seed=seed), context, bos)
+        evaluate_masking(gpt2, sets, TEXTS, LABELS, MaskingConfig(seed=seed), context, bos, beside=beside)
         scores = [float("1" in text) for text in MANY]
-        evaluate_purging(gpt2, sets, MANY, scores, PurgingConfig(seed=seed), context, bos)
+        evaluate_purging(gpt2, sets, MANY, scores, PurgingConfig(seed=seed), context, bos, beside=beside)
+    assert seeds == [0] * 4 + [1] * 4, "a control each; permutations; points"
+    assert beside.bos == [True, True, False, False]
     for text, (bos, context) in zip(seen, ((True, 4), (True, 4), (False, 3), (False, 3)), strict=True):
         assert max(map(len, text.rows)) == context and all((row[:1] == [0]) == bos for row in text.rows)
     assert seen[0].choosing != seen[2].choosing and seen[1].choosing != seen[3].choosing

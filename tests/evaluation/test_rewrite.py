@@ -17,7 +17,8 @@ from mxd.data.grouped import grouped_texts
 from mxd.evaluation import rewrite
 from mxd.evaluation.fairness import Cells
 from mxd.evaluation.rewrite import chosen_edits, evaluate_rewrite, sign_of
-from mxd.evaluation.rewriting import Gate, Rewriting, direction_of
+from mxd.evaluation.rewriting import BLIND, Gate, Rewriting, direction_of
+from mxd.evaluation.splitting import Split, split_texts
 from mxd.evaluation.walk import evaluating
 from mxd.layers import Code
 from mxd.metrics.rewritten import SEPARATION
@@ -116,7 +117,59 @@ def test_blind_moves_all_and_is_chosen_as_little_as_is_good_for_it(found):
         found["ways"]["expert"]["rewrite_score"] - found["ways"]["blind"]["rewrite_score"]
     )
     assert found["gain"] > 0 and found["gain_random"] > 0
+    blind = found["ways"]["blind"]
+    assert (blind["strengths"], blind["rewrite_score"]) == ([0], 0), "no strength of it does any good"
     assert found["separation"]["random"]["auc"] < 0.6, "units of other texts do not find the target"
+
+
+def test_what_is_chosen_depends_on_no_measured_text_and_is_the_best_of_what_was_tried(
+    trained_gpt2, oracle, monkeypatch
+):
+    """A word of the other label is added, so less of it is better; then other texts take the measured ones' place."""
+    how = changed(HOW, strengths=(2, 1), draws=2, direction="token: water", seed=3)
+    seeds, compared, sets = [], rewrite.compared, Split.sets
+    monkeypatch.setattr(rewrite, "compared", lambda *args: seeds.append(args[-1]) or compared(*args))
+    monkeypatch.setattr(Split, "sets", lambda self, draws, seed: seeds.append(seed) or sets(self, draws, seed))
+    texts, labels, groups = made(n=8, rare=8)
+    measured = split_texts(trained_gpt2, texts, labels, groups, how, 128, True).measuring
+    others = [" food tax" if n in measured else text for n, text in enumerate(texts)]
+    one, other = (
+        evaluate_rewrite(trained_gpt2, {"a": oracle}, each, labels, groups, how)["a"] for each in (texts, others)
+    )
+    assert one["ways"]["plain"] != other["ways"]["plain"] and one["separation"] != other["separation"]
+    for found in (one, other):
+        assert found["tried"] == one["tried"] and found["token"]["text"] == one["token"]["text"]
+        for way, numbers in found["ways"].items():
+            assert numbers.get("strengths") == one["ways"][way].get("strengths"), way
+    for way in ("expert", "contrast"):
+        assert [point["strength"] for point in one["tried"][way]] == [-1, -2], "from the weakest"
+        best = max(one["tried"][way], key=lambda point: point["target"] - point["others"])
+        strength = best["strength"] if best["target"] > best["others"] else 0
+        assert one["ways"][way]["strengths"] == [strength]
+    assert len(one["ways"]["random"]["strengths"]) == len(one["ways"]["random_contrast"]["strengths"]) == 2
+    assert seeds == [3] * 4
+
+
+def test_the_direction_is_that_of_the_targets_label(trained_gpt2, oracle, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def of_label(named, rewriting, label):
+        raise Enough(f"{named} {label}")
+
+    monkeypatch.setattr(rewrite, "direction_of", of_label)
+    for number, label in enumerate(WORDS):
+        with pytest.raises(Enough, match=f"probe {number}"):
+            how = changed(HOW, target_label=label, target_group="x")
+            evaluate_rewrite(trained_gpt2, {"a": oracle}, TEXTS, LABELS, GROUPS, how)
+
+
+def test_bos_the_context_and_the_seed_reach_the_texts(trained_gpt2):
+    one = split_texts(trained_gpt2, TEXTS, LABELS, GROUPS, HOW, 4, True)
+    other = split_texts(trained_gpt2, TEXTS, LABELS, GROUPS, changed(HOW, seed=1), 3, False)
+    for split, context, bos in ((one, 4, True), (other, 3, False)):
+        assert all(len(row) == context and (row[0] == 0) == bos for row in split.rows)
+    assert one.measuring != other.measuring
 
 
 def test_texts_are_divided_once(found):
@@ -153,12 +206,17 @@ def _of(code):
     return code.indices, code.all_units
 
 
-@pytest.mark.parametrize("method", ["mxd", "entmax", "topk_sae"])
+@pytest.mark.parametrize("form", ["mxd", "entmax", "topk_sae", "bos"])
 @torch.no_grad()
-def test_mean_codes_lengths_and_edits_are_those_of_a_loop_over_texts(trained_gpt2, method):
+def test_mean_codes_lengths_and_edits_are_those_of_a_loop_over_texts(trained_gpt2, form):
+    """Where a layer answers BOS with a constant, nothing is added there."""
     model = trained_gpt2
-    how = {"sparsity": {"kind": "entmax"}} if method == "entmax" else {}
-    layer = layer_for(model, BLOCK, "mxd" if method == "entmax" else method, **how)
+    forms = {"entmax": ("mxd", {"sparsity": {"kind": "entmax"}}), "bos": ("transcoder", {"bos_constant": True})}
+    method, how = forms.get(form, (form, {}))
+    layer = layer_for(model, BLOCK, method, **how)
+    if form == "bos":
+        x, y = model.record(torch.tensor([[0, 5]]), [BLOCK])[BLOCK]
+        layer.store_bos(x[0, 0], y[0, 0])
     trained = trained_on(model, BLOCK, layer)
     rows = [
         [0, *model.tokenizer(text, add_special_tokens=False)["input_ids"]][: 6 + n] for n, text in enumerate(TEXTS[:8])
@@ -166,31 +224,35 @@ def test_mean_codes_lengths_and_edits_are_those_of_a_loop_over_texts(trained_gpt
     labels = [n % 2 for n in range(8)]
     with evaluating(model, {"": trained}):
         made = Rewriting(model, trained, rows, labels, size=3)
-        assert made.simplex == (method == "entmax")
+        assert made.simplex == (form == "entmax")
         means = made.fit(range(8), range(6), {"some": [1, 4]}, lambda n: None)
         total, tokens, lengths = torch.zeros(UNITS), 0, []
         outs = {}
         for n, row in enumerate(rows):
             x, y = model.record(torch.tensor([row]), [BLOCK])[BLOCK]
             read = layer.read(x, y)[0]
+            there = torch.arange(len(row)) >= (form == "bos")
             code, outs[n] = layer.encode(read), layer(read)
-            lengths += outs[n].norm(dim=-1).tolist()
+            lengths += outs[n].norm(dim=-1)[there].tolist()
             if n in (1, 4):
-                total.index_add_(0, code.indices.reshape(-1), code.activations.reshape(-1))
-                tokens += len(row)
+                active = code.activations * there[:, None]
+                total.index_add_(0, code.indices.expand(active.shape).reshape(-1), active.reshape(-1))
+                tokens += int(there.sum())
         torch.testing.assert_close(means["some"], total / tokens, rtol=1e-4, atol=1e-5)
         assert made.length == pytest.approx(np.mean(lengths), rel=1e-4)
-        # an edit is that vector at every token, and the model goes on from there
+        # an edit is that vector at every such token, and the model goes on from there; shorter texts beside it
         made.gates = {"some": Gate.by_mean(means["some"], made.simplex)}
         direction = direction_of("token: the", made, 0)
         seen = []
         real = made.probe.right
         made.probe.right = lambda texts: seen.append((texts, made.probe.pooled(texts))) or real(texts)
-        pooled = made.run([5], [("some", 0.5)], direction, lambda n: None).strengths["some"][0]
-        (_, states), row = seen[0], rows[5]
-        x, y = model.record(torch.tensor([row]), [BLOCK])[BLOCK]
-        strength = made.gates["some"].strength(layer.encode(layer.read(x, y)))
-        assert pooled == pytest.approx(float(strength.mean()), rel=1e-4)
+        pooled = made.run([2, 5], [("some", 0.5), (BLIND, 0.5)], direction, lambda n: None).strengths["some"]
+        for number, found in zip((2, 5), pooled, strict=True):
+            row = rows[number]
+            x, y = model.record(torch.tensor([row]), [BLOCK])[BLOCK]
+            there = torch.arange(len(row)) >= (form == "bos")
+            strength = made.gates["some"].strength(layer.encode(layer.read(x, y))) * there
+            assert found == pytest.approx(float(strength.sum() / there.sum()), rel=1e-4)
         head = model.module.get_output_embeddings().weight
         the = model.tokenizer(" the", add_special_tokens=False)["input_ids"][0]
         norm = model.module.transformer.ln_f
@@ -198,13 +260,18 @@ def test_mean_codes_lengths_and_edits_are_those_of_a_loop_over_texts(trained_gpt
         v = (v - v.mean()) / (v - v.mean()).norm() * made.length
 
         class Edited(torch.nn.Module):
-            def forward(self, _):
-                return outs[5][None] + 0.5 * strength[..., None] * v
+            def __init__(self, strength):
+                super().__init__()
+                self.strength = strength
 
-        with spliced(model, {BLOCK: Edited()}):
-            hidden = model.module.transformer(torch.tensor([row])).last_hidden_state[0]
-    counted = ~np.isin(row, special_ids(model.tokenizer))
-    np.testing.assert_allclose(states[0], hidden[counted].double().mean(0).numpy(), rtol=1e-3, atol=1e-3)
+            def forward(self, _):
+                return outs[5][None] + 0.5 * self.strength[..., None] * v
+
+        counted = ~np.isin(row, special_ids(model.tokenizer))
+        for (_, states), much in zip(seen, (strength, there[None].float()), strict=True):
+            with spliced(model, {BLOCK: Edited(much)}):
+                hidden = model.module.transformer(torch.tensor([row])).last_hidden_state[0]
+            np.testing.assert_allclose(states[-1], hidden[counted].double().mean(0).numpy(), rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -339,14 +406,12 @@ def test_the_rarest_cell_is_the_target_and_the_command_writes_it(tmp_path, train
 
 
 def test_controls_are_as_many_texts_of_other_cells(trained_gpt2):
-    how = changed(HOW, draws=2)
-    split = rewrite._split(trained_gpt2, TEXTS, LABELS, GROUPS, how, 128, True)
-    sets = rewrite._sets(split, how)
-    assert set(sets) == {"target", "0", "1"}
+    split = split_texts(trained_gpt2, TEXTS, LABELS, GROUPS, HOW, 128, True)
+    sets = split.sets(draws=9, seed=0)
+    assert list(sets) == ["target", *map(str, range(9))]
     mine, rest = sets["target"]
     assert {split.cell_of[n] for n in mine} == {1} and sorted(mine + rest) == sorted(split.fitting)
-    for draw in ("0", "1"):
-        drawn, others = sets[draw]
+    for drawn, others in (both for name, both in sets.items() if name != "target"):
         assert len(set(drawn)) == len(mine) and not {split.cell_of[n] for n in drawn} & {1}
         assert sorted(drawn + others) == sorted(split.fitting)
     assert sets["0"] != sets["1"]

@@ -29,6 +29,13 @@ def test_points_are_scores_and_activations_of_tokens_that_were_seen():
         assert got["active"] == sum(value > 0 for _, value in pairs) > 0
 
 
+def seen_with(seed):
+    """The scores that are kept of the same tokens."""
+    scatter = Scatter([0], seed)
+    scatter.see(*seen(2000, np.random.default_rng(2)))
+    return np.array(scatter.report(0)["points"])[:, 0]
+
+
 def test_many_tokens_leave_an_even_draw_of_each_part():
     rng, drawn = np.random.default_rng(1), []
     for seed in range(20):
@@ -40,6 +47,7 @@ def test_many_tokens_leave_an_even_draw_of_each_part():
         assert len(points) == 2 * POINTS and (points[:, 1] > 0).sum() == POINTS
         drawn.append(points[:, 0])
     counts = np.bincount(np.concatenate(drawn).astype(int), minlength=10)
+    assert not np.array_equal(*(seen_with(seed) for seed in (0, 1))) and np.array_equal(seen_with(0), seen_with(0))
     assert abs(counts - counts.mean()).max() < 5 * np.sqrt(counts.mean()), "early and late batches alike"
 
 

@@ -46,7 +46,8 @@ def config(**fields):
 
 def subset(model, layer, rows, **fields):
     asked = config(**fields)
-    (found,) = evaluate_subset(model, {"a": trained_on(model, BLOCK, layer)}, contexts_of(rows), asked).values()
+    layers = {"a": trained_on(model, BLOCK, layer)}
+    (found,) = evaluate_subset(model, layers, contexts_of(rows), asked, forward_contexts=3).values()
     return found
 
 
@@ -160,8 +161,15 @@ def test_everything_agrees_with_numpy(gpt2, rows, mode, method, sparsity, fields
     corpus = corpus[counted_positions(rows[:4], [0])].sum(0)
     at = coded & (np.arange(10) >= (5 if mode == "prefix" else 0))
     assert found["texts"] == 4 and found["tokens"] == coded[:, 1:].sum()
+    sums = {"whole": slice(None), "prefix": slice(5)}
+    strong = {"token": dense[coded], "global": corpus[None]}.get(mode)
+    if strong is None:
+        strong = (dense * coded[..., None])[:, sums[mode]].sum(1)
+    active = (strong > 0).sum(-1)
     for share in (1.0, 0.5, 0.25, 0.0):
         got = point(found, mode, share)
+        assert got["active"] == pytest.approx(active.mean())
+        assert got["units"] == pytest.approx(np.ceil(share * active).mean())
         cases = [(got, None)]
         for draw in range(2) if 0 < share < 1 else ():
             cases.append((draw, draw))

@@ -12,14 +12,11 @@ from tables import write_table
 from mxd.artifacts.checkpoint import save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
-from mxd.config import DataConfig
-from mxd.evaluation import toxicity
-from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import greedy
 from mxd.evaluation.masks import Ablation, Texts
 from mxd.evaluation.toxicity import Toxicity, check, drawn_prompts, mean_score, summary
 from mxd.evaluation.under_mask import UnderMask
-from mxd.questions import ToxicityConfig, UnderMaskConfig, changed
+from mxd.questions import ToxicityConfig, UnderMaskConfig
 from mxd.report.page import write_report
 from mxd.splice import spliced
 
@@ -96,6 +93,14 @@ def text_of(model, ids):
     return model.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@torch.no_grad()
+def test_samples_are_drawn_from_the_nucleus_with_the_seed_and_the_prompts_number(gpt2):
+    begun = [[0, 17, 300], [0, 6, 8, 4], [0, 5, 9]]
+    under = UnderMask(UnderMaskConfig(), contexts_of([]), None, None)
+    found = dict(Toxicity(HOW, ByLength(), begun, [True] * 3, under)._sampled(gpt2))
+    assert found == {n: sampled(gpt2, row, n) for n, row in enumerate(begun)}
+
+
 @pytest.mark.long
 def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
     begun, toxic = [[0, 17, 300], [0, 5, 9], [0, 6, 8, 4]], [False, True, True]
@@ -142,18 +147,6 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(gpt2):
     longest = Toxicity(HOW, ByLength(), [[0] * 60], [True], under)
     with pytest.raises(MxdError, match=r"have 66 tokens, .* has 64 positions; give shorter prompts"):
         longest.prompts(gpt2, Texts([], [], [], []), [], [], True)
-
-
-def test_the_seed_reaches_all_that_is_drawn(gpt2, tmp_path, monkeypatch):
-    """The units and their control, the tokens, and the held-out text."""
-    seen = []
-    monkeypatch.setattr(toxicity, "evaluate_purging", lambda *args, beside: seen.extend([args[4], beside]) or {})
-    monkeypatch.setattr(Subject, "contexts", lambda self, seed: contexts_of([seed]))
-    table = str(write_table(tmp_path / "t.csv", [{"text": "a cat", "score": 0.7}, {"text": "a dog", "score": 0.1}]))
-    subject = Subject({"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}, gpt2, DataConfig(source="bundled"))
-    toxicity.answer(subject, changed(HOW, scores=table, prompts=table), by=ByLength())
-    purging, beside = seen
-    assert (purging.seed, beside.how.seed, *beside.under.contexts(0)) == (3, 3, 3)
 
 
 def test_what_is_missing_is_said(tmp_path):

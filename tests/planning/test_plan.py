@@ -20,7 +20,7 @@ from mxd.model.loading import load_frozen, outline
 from mxd.ops import metered_as
 from mxd.planning import memory as plan_module
 from mxd.planning import process
-from mxd.planning.layout import fitting_groups
+from mxd.planning.layout import fitting_groups, plan_layers
 from mxd.planning.memory import check_memory, plan_run, prepare
 from mxd.planning.plan import peak
 from mxd.planning.process import GZIP_RATIO, TEXT_BYTES, text_bytes
@@ -317,6 +317,19 @@ def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_p
     for source, total in (("*.jsonl", plain), ("0.jsonl", plain // 2), ("*.gz", 50 * GZIP_RATIO), ("none.txt", 0)):
         config = small(tmp_path / "runs", data={"source": str(tmp_path / source)})
         assert text_bytes(config) == TEXT_BYTES * total
+
+
+def test_what_was_planned_before_changes_no_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards are kept, since many runs of one base model may follow each other: each with its own layers below."""
+    monkeypatch.setattr(plan_module, "_FORWARDS", {})
+    base = process.base_process(small(tmp_path, blocks=[1]), None)
+    (layer,) = (layer for _, layer in plan_layers(small(tmp_path, blocks=[1]), base.shape).values())
+    ways = [((), "same"), (((1, layer),), "same"), (((1, layer),), "base")]
+    after = [plan_module._forward(base, (2, 16), (2,), *way) for way in ways]
+    assert len({cost.flops for cost in after}) == 3
+    for way, cost in zip(ways, after, strict=True):
+        plan_module._FORWARDS.clear()
+        assert plan_module._forward(base, (2, 16), (2,), *way) == cost
 
 
 @pytest.mark.long
