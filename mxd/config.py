@@ -4,36 +4,38 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
     BaseModel,
-    Discriminator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
-    Tag,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from mxd.common.errors import MxdError, nearest
-from mxd.common.files import read_text
-from mxd.common.parsing import MOST_YAML_BYTES, parse_yaml
-from mxd.layers import LAYERS, AnyReplacement, Initialisation
+from mxd.common.errors import MxdError, nearest, said
+from mxd.common.overrides import read_fields
+from mxd.common.parsing import spans, whole_number
+from mxd.layers import LAYERS, AnyReplacement, Initialisation, ReplacementConfig
 from mxd.layers.sizing import Match
-from mxd.layers.sparsity import SPARSITIES
-from mxd.questions import EvaluationConfig, Settings
+from mxd.layers.sparsity import SPARSITIES, SparsityConfig
+from mxd.questions import SCORERS, Count, EvaluationConfig, Settings
 from mxd.tuning import UNCHANGED, TuneConfig
 
 MOST_REPLACEMENTS = 10_000
 """Most replacements in a run: products of lists that ask for more are refused before they fill the memory."""
+MOST_BLOCKS = 10_000
+"""Most blocks that can be named."""
 
 
 class ModelConfig(Settings):
@@ -69,8 +71,8 @@ class DataConfig(Settings):
     """Field that holds the text."""
     streaming: bool = False
     """Read a Hub dataset as it comes, without downloading it whole."""
-    context: PositiveInt = 128
-    """Tokens in a context."""
+    context: Annotated[Count, Field(ge=2)] = 128
+    """Tokens in a context, BOS included."""
     bos: bool = True
     """Begin each context with BOS where the tokenizer has one."""
     bos_constant: bool = True
@@ -100,7 +102,7 @@ class DataConfig(Settings):
 class SizingConfig(Settings):
     """How many units each replacement gets, unless it states ``num_units``."""
 
-    expansion: PositiveInt = 32
+    expansion: Count = 32
     """Width of the transcoder that sets the parameter budget, as a multiple of the model's width."""
     match: Match = "exact"
     """``exact`` counts true parameters; ``paper`` follows the MxD paper's table 2."""
@@ -120,7 +122,7 @@ class Recipe(Settings):
     """Warm-up as a share of all steps, used where that is more than ``warmup_steps``."""
     decay: bool = False
     """Whether the rate falls linearly to zero between warm-up and the last step."""
-    batch_tokens: PositiveInt = 4096
+    batch_tokens: Count = 4096
     """Token activations in a step."""
     initialisation: Initialisation = "paper"
     """How layers are initialised: see ``ReplacementLayer.initialise``."""
@@ -145,6 +147,16 @@ steps. ``fast``: about the error of ``short`` from a third of its tokens, with m
 scaled activations, with a rate that then suits every model (docs/recipes.md)."""
 
 
+def _parts(value: Any) -> Any:
+    number = whole_number(value)
+    if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ValueError(f"expected a number of parts, or auto, got {value!r}")
+    return number
+
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab"]
+
+
 class TrainingConfig(Settings):
     """How replacements are trained."""
 
@@ -157,11 +169,11 @@ class TrainingConfig(Settings):
     targets: Literal["same", "base"] = "same"
     """With ``inputs: spliced``, what layers learn to give. ``same``: the MLP's output on the very input that they read.
     ``base``: the MLP's output in the base model, on the same tokens without any splice (a second forward)."""
-    tokens: PositiveInt = 480_000_000
+    tokens: Count = 480_000_000
     """Token activations to train on."""
-    batch_tokens: PositiveInt = 4096
+    batch_tokens: Count = 4096
     """Token activations in a step; the recipe's by default."""
-    buffer_tokens: PositiveInt = 131_072
+    buffer_tokens: Count = 131_072
     """Token activations mixed at a time; memory is this times 8 bytes times the model's width times the blocks."""
     lr: PositiveFloat | None = None
     """Learning rate; the recipe's by default."""
@@ -194,21 +206,21 @@ class TrainingConfig(Settings):
     auxk: NonNegativeFloat | None = None
     """Weight of the AuxK loss (Gao et al., 2024): dead units learn to predict what the others leave. The recipe's by
     default; 1/32 is usual."""
-    accumulation: PositiveInt | Literal["auto"] = "auto"
+    accumulation: Annotated[int | Literal["auto"], BeforeValidator(_parts)] = "auto"
     """Split each step's batch in this many parts to lower memory; the gradient is the whole batch's (random-K draws a K
     for each part). ``auto``: as few parts as fit into the free memory; a resumed run keeps its number."""
     clip_norm: PositiveFloat | None = None
     """Clip each replacement's gradient to this norm."""
-    dead_after: PositiveInt = 1_000_000
+    dead_after: Count = 1_000_000
     """A unit that was not active for this many tokens counts as dead (``tokens / 20`` if that is less)."""
-    log_every: PositiveInt = 50
+    log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
-    save_every: PositiveInt = 1000
+    save_every: Count = 1000
     """Steps between saved states."""
-    keep_states: PositiveInt = 2
+    keep_states: Count = 2
     """Saved states to keep; the newest whole one is what ``--resume`` continues from."""
-    trackers: tuple[str, ...] = ()
-    """Trackers of accelerate: tensorboard, wandb, trackio ..."""
+    trackers: tuple[Tracker, ...] = ()
+    """Trackers of accelerate that metrics are sent to, too; each has a package of its name to install."""
 
     @property
     def steps(self) -> int:
@@ -247,6 +259,12 @@ class TrainingConfig(Settings):
             raise ValueError(f"targets: {self.targets} is for inputs: spliced; with inputs: base both are the same")
         if self.steps < 1:
             raise ValueError(f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}")
+        if (warmup := self.settings.warmup_steps) > self.steps:
+            raise ValueError(
+                f"the warm-up of {warmup:,} steps is longer than the run, {self.steps:,} steps, so the learning rate "
+                f"would never be reached; use recipe: {'short' if self.recipe == 'paper' else self.recipe}, lower "
+                "warmup_steps or raise tokens"
+            )
         if self.buffer_tokens < self.batch_tokens:
             raise ValueError(f"buffer_tokens = {self.buffer_tokens} is less than batch_tokens = {self.batch_tokens}")
         if self.accumulation != "auto" and self.batch_tokens % self.accumulation:
@@ -254,11 +272,20 @@ class TrainingConfig(Settings):
         return self
 
 
-Blocks = Annotated[
-    Annotated[tuple[NonNegativeInt, ...], Tag("numbers")] | Annotated[Literal["all"], Tag("all")],
-    Discriminator(lambda value: "all" if isinstance(value, str) else "numbers"),
-]
-"""Numbers of blocks; or ``all``, which ``blocks_of`` turns into numbers where the base model is known."""
+def _block_numbers(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return "all" if value.strip() == "all" else tuple(spans(value, MOST_BLOCKS))
+        except ValueError:
+            pass
+    numbers = [value] if isinstance(value, int) else value
+    if isinstance(numbers, list | tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return tuple(numbers)
+    raise ValueError(f"expected numbers such as 0,3 (-1 is the last block), a range such as 0-5, or all, got {value!r}")
+
+
+Blocks = Annotated[tuple[int, ...] | Literal["all"], BeforeValidator(_block_numbers)]
+"""Numbers of blocks, from the end where negative; or ``all``. ``blocks_of`` says which where the model is known."""
 
 
 def tuning_as_training(how: TuneConfig) -> TrainingConfig:
@@ -272,14 +299,14 @@ def tuning_as_training(how: TuneConfig) -> TrainingConfig:
 class RunConfig(Settings):
     """One run: replacements x layers, trained from one stream of activations."""
 
-    run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run and of its folder."""
+    run: str = "run"
+    """Name of the run and of its folder: letters, digits, '.', '_' and '-'."""
     out: str = "checkpoints"
     """Folder that holds runs."""
     seed: NonNegativeInt = 0
     """Seed of initialisation, text order and shuffling."""
     blocks: Blocks = (0,)
-    """Blocks whose MLPs are replaced, counted from 0: numbers, one number, or ``all``."""
+    """Blocks whose MLPs are replaced, counted from 0: ``1``, ``0,3``, ``0-5``, ``-1`` (the last one) or ``all``."""
     replacements: tuple[AnyReplacement, ...] = Field(min_length=1)
     """What to train at each block; a list in place of a value makes the product."""
     model: ModelConfig = ModelConfig()
@@ -302,11 +329,20 @@ class RunConfig(Settings):
         """The run's folder."""
         return Path(self.out) / self.run
 
+    @field_validator("run", mode="after")
+    @classmethod
+    def _is_name(cls, value: str) -> str:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None:
+            raise ValueError(f"expected letters, digits, '.', '_' and '-', a letter or digit first, got {value!r}")
+        return value
+
     @field_validator("replacements", mode="before")
     @classmethod
     def _sweep(cls, value: Any) -> Any:
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            return value
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list | tuple) or not all(isinstance(item, dict | ReplacementConfig) for item in value):
+            raise ValueError(f"expected a list of mappings such as {{method: mxd}}, got {value!r}")
         if (number := sum(map(_choices, value))) > MOST_REPLACEMENTS:
             raise ValueError(f"the lists make {number:,} replacements; at most {MOST_REPLACEMENTS:,} fit in a run")
         return [choice for item in value for choice in expand(item)]
@@ -338,11 +374,6 @@ class RunConfig(Settings):
                 "training.targets: same"
             )
         return self
-
-    @field_validator("blocks", mode="before")
-    @classmethod
-    def _one_number(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("blocks", mode="after")
     @classmethod
@@ -394,18 +425,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         MxdError: no such file, not YAML, an unknown field or a bad value.
     """
-    path = Path(path)
-    try:
-        raw = parse_yaml(read_text(path, MOST_YAML_BYTES))
-    except OSError as error:
-        raise MxdError(f"cannot read config {str(path)!r}: {error.strerror}.") from error
-    except ValueError as error:
-        raise MxdError(f"{path} is not YAML that can be used: {error}") from error
-    if not isinstance(raw, dict):
-        raise MxdError(f"{path}: expected a mapping of fields at the top, got {type(raw).__name__}.")
-    for name, value in _pairs(overrides):
-        _set(raw, name.split("."), value, name)
-    return parse_config(raw, str(path))
+    return parse_config(read_fields(path, overrides), str(path))
 
 
 def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
@@ -420,10 +440,8 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> RunConfig:
         problems = error.errors(include_url=False)
         if len(problems) > 1:  # bad replacements are left out, and then there may be too few
             problems = [p for p in problems if (p["loc"], p["type"]) != (("replacements",), "too_short")]
-        lines = [f"{where}: {len(problems)} problem{'s' if len(problems) > 1 else ''}"]
-        for problem in problems:
-            lines.append(f"  {_written(problem['loc'])}: {problem['msg']}" + _hint(problem))
-        raise MxdError("\n".join(lines)) from error
+        lines = dict.fromkeys(f"  {_written(p['loc'], raw)}: {said(p)}{_hint(p)}" for p in problems)
+        raise MxdError("\n".join([f"{where}: {len(lines)} problem{'s'[: len(lines) > 1]}", *lines])) from error
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
@@ -451,81 +469,117 @@ def config_hash(config: RunConfig) -> str:
 
 
 def fields_help() -> str:
-    """Return one line for every field that ``--a.b value`` can set."""
-    lines: list[str] = []
+    """Return what ``--a.b value`` can set: for every field its values, its default and what it means."""
+    parts = list(_helped(RunConfig, ""))
+    for title, every, configs in (
+        ("replacements.N", ReplacementConfig, LAYERS),
+        ("replacements.N.sparsity", SparsityConfig, SPARSITIES),
+    ):
+        tag = "method" if configs is LAYERS else "kind"
+        parts.append(f"--{title}.{tag}  {' | '.join(configs)}")
+        shared = set(every.model_fields) - {tag}
+        parts += _helped(every, f"{title}.", shared - {"sparsity"})
+        for name, config in configs.items():
+            own = set(config.model_fields) - shared - {tag}
+            parts.append(f"{tag} {name}" + ("" if own else " has no field of its own"))
+            parts += _helped(config, f"{title}.", own)
+    return "\n\n".join(parts)
 
-    def walk(settings: type[BaseModel], prefix: str) -> None:
-        for name, field in settings.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-                walk(field.annotation, f"{prefix}{name}.")
-            else:
-                default = "required" if field.is_required() else f"default {field.get_default()!r}"
-                lines.append(f"--{prefix}{name}  {field.description} ({default})")
 
-    walk(RunConfig, "")
-    for method, config in LAYERS.items():
-        names = ", ".join(n for n in config.model_fields if n != "method")
-        lines.append(f"--replacements.N.FIELD  for method {method}: {names}")
-    return "\n\n".join(lines)
+def _helped(settings: type[BaseModel], prefix: str, only: set[str] | None = None) -> Iterator[str]:
+    """Yield the help of a config's fields, section by section."""
+    for name, field in settings.model_fields.items():
+        sections = [kind for kind in _members(field.annotation) if _is_section(kind)]
+        for section in sections:
+            if len(sections) > 1:
+                yield f"--{prefix}{name} of kind {section.model_fields['kind'].default}"
+            yield from _helped(section, f"{prefix}{name}.")
+        if not sections and name != "replacements" and (only is None or name in only):
+            default = "required" if field.is_required() else f"default {_value(field.default)}"
+            meaning = " ".join((field.description or "").split())
+            yield f"--{prefix}{name}  {_values(field.annotation)} ({default})\n    {meaning}"
 
 
-def _written(place: Sequence[int | str]) -> str:
-    """Return where a field stands in the file: without the names of the method and the kind that hold it."""
-    kept, above = [], None
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Settings)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types that a field's value may have: itself, or those of a union, but for None."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    return [kind for part in get_args(annotation) if part is not NoneType for kind in _members(part)]
+
+
+_WORDS = {bool: "true | false", int: "whole number", float: "number", str: "text"}
+
+
+def _values(annotation: Any) -> str:
+    """Say which values a field may have."""
+
+    def said_of(kind: Any) -> str:
+        if get_origin(kind) is Literal:
+            return " | ".join(map(str, get_args(kind)))
+        return f"list of {_values(get_args(kind)[0])}" if get_origin(kind) is tuple else _WORDS.get(kind, "mapping")
+
+    return " | ".join(map(said_of, _members(annotation)))
+
+
+def _value(default: Any) -> str:
+    """Return a default as a file would say it."""
+    return json.dumps(default, default=lambda value: value.model_dump()).strip('"')
+
+
+MEANT = {
+    "batch_size": "batch_tokens",
+    "block": "blocks",
+    "layer": "blocks",
+    "layers": "blocks",
+    "learning_rate": "lr",
+    "name": "run",
+}
+"""Names of other tools -> fields."""
+TAGS: dict[str, dict[str, Any]] = {"sparsity": SPARSITIES, "scorer": SCORERS}
+"""Field -> what it may hold, by kind."""
+
+
+def _written(place: Sequence[int | str], raw: Any) -> str:
+    """Return where a field stands in the file: without the tags that hold it, and before lists made the product."""
+    kept: list[str] = []
+    above: int | str | None = None
     for part in place:
-        tags = LAYERS if isinstance(above, int) else SPARSITIES if above == "sparsity" else ()
+        tags = LAYERS if isinstance(above, int) else TAGS.get(above or "", {})
+        if above == "replacements" and isinstance(part, int) and isinstance(raw.get("replacements"), list):
+            made = [i for i, item in enumerate(raw["replacements"]) for _ in range(_choices(item))]
+            part = made[part]
         kept += [] if part in tags else [str(part)]
         above = part
     return ".".join(kept)
 
 
 def _hint(problem: Any) -> str:
-    """Return the choices for a field that does not exist, or a method or sparsity that is unknown."""
-    if problem["type"] == "extra_forbidden":
-        settings: Any = RunConfig
-        tagged = LAYERS | SPARSITIES
-        for part in problem["loc"][:-1]:
-            fields = getattr(settings, "model_fields", {})
-            settings = fields[part].annotation if part in fields else tagged.get(str(part), settings)
+    """Return the choices for a field that does not exist, or for a method or a kind that is missing."""
+    if problem["type"] == "union_tag_not_found":
+        return f"; choose one of: {', '.join(TAGS.get(problem['loc'][-1], LAYERS))}"
+    if problem["type"] != "extra_forbidden":
+        return ""
+    settings: Any = RunConfig
+    tagged: dict[str, Any] = {**LAYERS, **SPARSITIES, **SCORERS}
+    for part in problem["loc"][:-1]:
         fields = getattr(settings, "model_fields", {})
-        return f"; fields here: {', '.join(fields)}.{nearest(problem['loc'][-1], fields)}"
-    if problem["type"].startswith("union_tag"):
-        return f" (methods: {', '.join(LAYERS)}; sparsities: {', '.join(SPARSITIES)})"
-    return ""
+        settings = fields[part].annotation if part in fields else tagged.get(str(part), settings)
+    fields, got = getattr(settings, "model_fields", {}), str(problem["loc"][-1])
+    elsewhere = [name for name in _dotted(RunConfig, "") if name.endswith(f".{got}")]
+    guess = MEANT[got] if MEANT.get(got) in fields else "" if nearest(got, fields) else next(iter(elsewhere), "")
+    question = f" Did you mean {guess!r}?" if guess else nearest(got, fields)
+    return f"; fields here: {', '.join(fields)}.{question}"
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """Parse ``--name value`` and ``--name=value``."""
-    pairs, remaining = [], list(words)
-    while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--"):
-            raise MxdError(f"expected an override like --training.tokens 100000, got {word!r}.")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise MxdError(f"override --{name} has no value.")
-            text = remaining.pop(0)
-        try:
-            pairs.append((name.replace("-", "_"), parse_yaml(text)))
-        except ValueError as error:
-            raise MxdError(f"override --{name}: {text!r} is not a YAML value.") from error
-    return pairs
-
-
-def _set(target: Any, path: list[str], value: Any, name: str) -> None:
-    """Set a value inside nested mappings and lists; mappings that are missing are made, lists are not."""
-    for part in path[:-1]:
-        target = target[_index(target, part, name)] if isinstance(target, list) else target.setdefault(part, {})
-        if not isinstance(target, dict | list):
-            raise MxdError(f"override --{name}: {part!r} holds {target!r}, not a section.")
-    if isinstance(target, list):
-        target[_index(target, path[-1], name)] = value
-    else:
-        target[path[-1]] = value
-
-
-def _index(items: list[Any], part: str, name: str) -> int:
-    if not part.isdecimal() or len(part) > 9 or int(part) >= len(items):
-        raise MxdError(f"override --{name}: {part!r} is not one of the indices 0 ... {len(items) - 1}.")
-    return int(part)
+def _dotted(settings: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield the dotted names of a config's fields."""
+    for name, field in settings.model_fields.items():
+        yield f"{prefix}{name}"
+        if _is_section(field.annotation):
+            yield from _dotted(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]

@@ -5,27 +5,35 @@ fields, with their docstrings as help) and the ``evaluation`` section of a run's
 take this config; ``DEFAULTS`` holds all of them unchanged. ``Parameter`` says where an option differs from its field.
 """
 
-from typing import Annotated, Any, Literal, TypeVar, get_args
+import re
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from cyclopts import Parameter
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveInt,
+    Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 
-from mxd.common.errors import MxdError, redact
+from mxd.common.errors import MxdError, redact, told
+from mxd.common.parsing import whole_number
 
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
 
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
+
+Count = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
+"""How many: at least one, also written 1e6, 10k or 1M."""
 
 Question = Literal[
     "faithfulness",
@@ -57,25 +65,32 @@ PROMPTS = (
 
 
 class Settings(BaseModel):
-    """Base of all configs: frozen, unknown fields and secrets refused, docstrings used as help."""
+    """Base of all configs: frozen; unknown fields, secrets and infinite numbers refused; docstrings used as help.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    Where a list stands, one value may be written as it is, and several that are not free text divided by commas.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_secret(cls, value: Any) -> Any:
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and redact(value) != value:
             raise ValueError(
                 "holds a user, a password, a query or a key, which the run's files would record; give it to what needs "
                 "it in the environment or in its own files"
             )
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if get_origin(annotation) is tuple and isinstance(value, str | int | float):
+            words = isinstance(value, str) and get_args(annotation)[0] is not str
+            return [part.strip() for part in value.split(",")] if words else [value]
         return value
 
 
 class FaithfulnessConfig(Settings):
     """Is the splice faithful?"""
 
-    tokens: PositiveInt = 65_536
+    tokens: Count = 65_536
     """Positions to read."""
     seed: NonNegativeInt = 0
     """Draws the order of the text, and so the part that is read."""
@@ -84,11 +99,11 @@ class FaithfulnessConfig(Settings):
 class GenerationConfig(Settings):
     """Does it write what the base model writes?"""
 
-    limit: PositiveInt = 512
+    limit: Count = 512
     """Prompts."""
-    words: PositiveInt = 4
+    words: Count = 4
     """Words of a text that make a prompt."""
-    tokens: PositiveInt = 32
+    tokens: Count = 32
     """Tokens to add."""
     seed: NonNegativeInt = 0
     """Draws the texts."""
@@ -97,15 +112,15 @@ class GenerationConfig(Settings):
 class WholeConfig(Settings):
     """Is the model still the model with all of a set's blocks replaced, and where does the error come from?"""
 
-    tokens: PositiveInt = 16_384
+    tokens: Count = 16_384
     """Positions to read; about three splices for each block run over them."""
-    draws: PositiveInt = 3
+    draws: Count = 3
     """Random orders in which blocks are replaced."""
-    limit: PositiveInt = 128
+    limit: Count = 128
     """Prompts to continue."""
-    words: PositiveInt = 4
+    words: Count = 4
     """Words of a text that make a prompt."""
-    new_tokens: PositiveInt = 32
+    new_tokens: Count = 32
     """Tokens to add."""
     seed: NonNegativeInt = 0
     """Draws the order of the text, the prompts and the orders of blocks."""
@@ -114,13 +129,13 @@ class WholeConfig(Settings):
 class UnitsConfig(Settings):
     """How often do units fire, and on what?"""
 
-    tokens: PositiveInt = 1_000_000
+    tokens: Count = 1_000_000
     """Positions to read, or fewer where the text ends; the split ``train`` has more."""
     top: NonNegativeInt = 10
     """Units of each layer to show where none are named: those that add most to the output."""
-    contexts: PositiveInt = 5
+    contexts: Count = 5
     """Contexts to show from each of six intervals of activation."""
-    sample: PositiveInt = 65_536
+    sample: Count = 65_536
     """Positions, the first of those read, over which the directions and activations of the units shown are taken."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Units active at more than this share of the tokens count as shared."""
@@ -133,15 +148,15 @@ class UnitsConfig(Settings):
 class ExplainingConfig(Settings):
     """What does the model itself say a unit means? Not among `mxd compare`'s questions: few models can be asked."""
 
-    tokens: PositiveInt = 65_536
+    tokens: Count = 65_536
     """Positions to read: the units are explained from one half, and judges decide on the other."""
-    top: PositiveInt = 10
+    top: Count = 10
     """Units of each layer to explain where none are named: those that add most to the output."""
-    words: PositiveInt = 10
+    words: Count = 10
     """Tokens on which a unit fires most, whose mean embedding is explained."""
-    contexts: PositiveInt = 2
+    contexts: Count = 2
     """Held-out texts with the unit, each beside one without, that judges are asked about."""
-    new_tokens: PositiveInt = 30
+    new_tokens: Count = 30
     """Tokens of an explanation."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Units active at more than this share of the tokens count as shared, and are not explained."""
@@ -152,9 +167,9 @@ class ExplainingConfig(Settings):
 class StructureConfig(Settings):
     """What rank do units have, and which of them lead?"""
 
-    tokens: PositiveInt = 65_536
+    tokens: Count = 65_536
     """Positions over which leads and rates are counted."""
-    experts: PositiveInt = 2000
+    experts: Count = 2000
     """Units whose rank is computed, from unit 0 on."""
     prompts: Annotated[tuple[str, ...], Parameter(name="--prompt", show_default=False)] = PROMPTS
     """Prompts for each token of which the four leading units are named; by default eight."""
@@ -175,13 +190,13 @@ class ProbingConfig(Settings):
     side: NoOption[Literal["first", "last"] | None] = None
     """Which tokens of a longer text are kept; by default the first at the sample level (the paper takes the last of
     source code, to avoid licence headers), else the last."""
-    limit: PositiveInt = 10_000
+    limit: Count = 10_000
     """Texts of each set, drawn with the seed."""
     seed: NonNegativeInt = 42
     """Orders the texts before they are split 80/20; the paper's."""
     context: NoOption[Annotated[int, Field(ge=6)]] = 128
     """Tokens of a text, BOS included."""
-    candidates: NoOption[PositiveInt] = 100
+    candidates: NoOption[Count] = 100
     """Units that are probed for each class."""
     text_column: str = "text"
     """Field that holds the text."""
@@ -196,7 +211,7 @@ class TasksConfig(Settings):
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names or patterns of tasks, groups or tags."""
-    limit: PositiveInt | None = None
+    limit: Count | None = None
     """Documents of each task, at most; all by default."""
     include: str | None = None
     """Folder with task files of your own."""
@@ -213,13 +228,13 @@ class UnderMaskConfig(Settings):
     then: tuple[Literal["faithfulness", "generation"], ...] = ()
     """What else is measured under each mask and its control: ``faithfulness`` on held-out text, ``generation`` of
     continuations of the texts that are measured."""
-    tokens: PositiveInt = 16_384
+    tokens: Count = 16_384
     """Positions of held-out text to read."""
-    prompts: PositiveInt = 16
+    prompts: Count = 16
     """Texts of each domain that are continued, greedily."""
-    words: PositiveInt = 8
+    words: Count = 8
     """Words of a text that make a prompt."""
-    new_tokens: PositiveInt = 32
+    new_tokens: Count = 32
     """Tokens to add."""
     lm_eval: NoOption[TasksConfig | None] = None
     """Tasks of the lm-evaluation-harness to score under each mask and its control; none by default."""
@@ -254,7 +269,7 @@ class AblationConfig(Settings):
     target: Literal["token", "probe"] = "token"
     """What accuracy is of: each next ``token`` in the texts of a class, or the texts' classes, by a ``probe`` of the
     spliced model's final hidden states (the nearest to the paper's classifier, but few units change its answers)."""
-    top: PositiveInt = 256
+    top: Count = 256
     """Units of each layer to drop where none are named: those that fire most often, and at most as many shared ones."""
     shared: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Units active at more than this share of the tokens count as shared."""
@@ -319,6 +334,22 @@ class EndpointConfig(Settings):
     """Environment variable that holds the endpoint's key."""
 
 
+def _kind(value: Any) -> Any:
+    return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+
+
+SCORERS: dict[str, type[Settings]] = {"words": WordsConfig, "classifier": ClassifierConfig, "endpoint": EndpointConfig}
+"""Kind -> config of who scores texts."""
+
+Scorer = Annotated[
+    Annotated[WordsConfig, Tag("words")]
+    | Annotated[ClassifierConfig, Tag("classifier")]
+    | Annotated[EndpointConfig, Tag("endpoint")],
+    Discriminator(_kind),
+]
+"""Who scores texts."""
+
+
 class ToxicityConfig(Settings):
     """Does the model write what the score is about once the units that follow it are off?"""
 
@@ -326,19 +357,19 @@ class ToxicityConfig(Settings):
     """Texts with scores, by which units are chosen; as for `mxd mask --scores`."""
     prompts: NoOption[str | None] = None
     """Texts to continue, with a score each."""
-    scorer: NoOption[WordsConfig | ClassifierConfig | EndpointConfig | None] = None
+    scorer: NoOption[Scorer | None] = None
     """Who scores what is written."""
-    limit: PositiveInt = 100
+    limit: Count = 100
     """Prompts with scores above 0.5, and of the others, at most."""
-    samples: PositiveInt = 25
+    samples: Count = 25
     """Continuations of each prompt."""
-    tokens: PositiveInt = 20
+    tokens: Count = 20
     """Tokens of a continuation."""
     temperature: NonNegativeFloat = 1.0
     """Logits are divided by it; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Tokens are drawn from the smallest set that holds this much probability."""
-    greedy_tokens: PositiveInt = 30
+    greedy_tokens: Count = 30
     """Tokens of the one greedy continuation of each prompt."""
     seed: NonNegativeInt = 0
     """Draws the texts, the prompts, the tokens and the units of the control."""
@@ -349,7 +380,7 @@ class ToxicityConfig(Settings):
 class SteeringConfig(Settings):
     """What does a unit make the model say?"""
 
-    first: NoOption[PositiveInt] = 100
+    first: NoOption[Count] = 100
     """Units to steer with where none are named: the first ones, at most this many."""
     scale: float = 100.0
     """``lambda``: how much of the unit's output, or of its gate's row, is added."""
@@ -358,9 +389,9 @@ class SteeringConfig(Settings):
     long as the inputs on the prompt are on average (muMoE, appendix G.2)."""
     prompt: str = "Let's talk about "
     """Text to continue."""
-    samples: PositiveInt = 10
+    samples: Count = 10
     """Continuations of each unit."""
-    tokens: PositiveInt = 32
+    tokens: Count = 32
     """Tokens of a continuation."""
     temperature: NonNegativeFloat = 1.0
     """Logits are divided by it; 0 is greedy."""
@@ -372,7 +403,7 @@ class SteeringConfig(Settings):
     """Draws the tokens; a unit's samples do not depend on which others are steered."""
     on: Literal["replacement", "base"] = "replacement"
     """Whose input or output that is: the spliced replacement's (the paper's code), or the ``base`` MLP's."""
-    repeats: PositiveInt = 1
+    repeats: Count = 1
     """Times each unit's texts are judged."""
     rubric: Literal["paraphrase", "paper"] = "paraphrase"
     """What judges are asked with: a ``paraphrase`` of the prompt of the MxD paper's, or its own words (app. D.1)."""
@@ -381,7 +412,7 @@ class SteeringConfig(Settings):
 class SubsetConfig(Settings):
     """Does a layer need all of its active units?"""
 
-    tokens: PositiveInt = 8_192
+    tokens: Count = 8_192
     """Positions to measure on; as many others choose the units of the mode ``global``."""
     modes: Annotated[tuple[SubsetMode, ...], Field(min_length=1), Parameter(name="--mode")] = get_args(SubsetMode)
     """Where the strongest units are chosen: at each ``token``; in the ``whole`` text, by their sums over its tokens; in
@@ -406,10 +437,10 @@ class RewriteConfig(Settings):
     """Label of the target; by default that of the rarest pair of a label and a group."""
     target_group: str | None = None
     """Group of the target; by default that of the rarest pair."""
-    support: PositiveInt | None = None
+    support: Count | None = None
     """Texts of the target that the probe is fitted on, at most: fewer make it fail more on the target; by default
     all that there are to fit on."""
-    direction: Annotated[str, Field(pattern=r"^(probe|token:.+|unit:\d+)$")] = "probe"
+    direction: str = "probe"
     """What is added to outputs: the direction of the target's label in the ``probe``, the unembedding of a token
     (``token: yes``), or a unit's own output (``unit:17``)."""
     strengths: NoOption[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]] = (
@@ -420,7 +451,7 @@ class RewriteConfig(Settings):
         1 / 2,
     )
     """How much is added, in lengths of the layer's mean output; nothing at all is tried, too."""
-    draws: PositiveInt = 2
+    draws: Count = 2
     """Controls: random texts outside the target in its place."""
     neurons: bool = False
     """Measure the base MLPs' own neurons as well, a control that every replacement should beat."""
@@ -435,6 +466,13 @@ class RewriteConfig(Settings):
     the strength, half are measured."""
     seed: NonNegativeInt = 0
     """Draws the texts, the controls and the samples of the bootstrap."""
+
+    @field_validator("direction", mode="after")
+    @classmethod
+    def _is_direction(cls, value: str) -> str:
+        if re.fullmatch(r"probe|token:.+|unit:\d+", value) is None:
+            raise ValueError(f"expected probe, token:WORD or unit:NUMBER, got {value!r}")
+        return value
 
 
 class EvaluationConfig(Settings):
@@ -497,6 +535,5 @@ def changed(how: S, **fields: Any) -> S:
 
 def refusal(error: ValidationError) -> MxdError:
     """Return the error for a question's config that does not make sense; it names the first field at fault."""
-    problem = error.errors(include_url=False)[0]
-    name = ".".join(map(str, problem["loc"]))
-    return MxdError(f"{name} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}.")
+    text = told(error)
+    return MxdError(text if text.endswith("?") else f"{text}.")

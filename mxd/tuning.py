@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from mxd.questions import NoOption, Settings
+from mxd.questions import Count, NoOption, Settings
 
 
 class TuneConfig(Settings):
@@ -16,9 +16,9 @@ class TuneConfig(Settings):
     nmse: NonNegativeFloat = 1.0
     """Weight of each layer's normalized MSE, against the base MLP on the same (spliced) input. It holds layers to what
     they replace."""
-    tokens: PositiveInt = 1_048_576
+    tokens: Count = 1_048_576
     """Tokens to tune on."""
-    batch_tokens: PositiveInt = 1024
+    batch_tokens: Count = 1024
     """Tokens in a step: whole contexts."""
     lr: PositiveFloat = 1e-3
     """Learning rate of Adam on scaled activations, as in the recipe ``scaled``."""
@@ -28,13 +28,13 @@ class TuneConfig(Settings):
     """Whether the rate falls linearly to zero after warm-up."""
     clip_norm: PositiveFloat | None = 1.0
     """Clip the gradient of all layers that are tuned together to this norm, on scaled activations."""
-    accumulation: PositiveInt = 1
+    accumulation: Count = 1
     """Split each step's contexts in this many parts to lower memory."""
     checkpointing: bool = False
     """Keep what goes into each block alone and run it again in the backward pass: less memory, more time."""
-    log_every: PositiveInt = 50
+    log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
-    save_every: PositiveInt = 200
+    save_every: Count = 200
     """Steps between saved states."""
     of: NoOption[tuple[str, ...]] = ()
     """What is tuned: layers or runs, as `mxd tune` was given them."""

@@ -104,6 +104,16 @@ def test_recipes_and_their_overrides() -> None:
         (["--blocks", "[3, 4]"], lambda c: c.blocks == (3, 4)),
         (["--blocks", "3"], lambda c: c.blocks == (3,)),
         (["--blocks", "all"], lambda c: c.blocks == "all"),
+        (["--blocks", "-1"], lambda c: c.blocks == (-1,)),
+        (["--blocks", "0,2-4,-1"], lambda c: c.blocks == (0, 2, 3, 4, -1)),
+        (["--training.tokens", "1e6", "--training.recipe", "short"], lambda c: c.training.tokens == 1_000_000),
+        (["--training.tokens", "600k", "--training.recipe", "short"], lambda c: c.training.tokens == 600_000),
+        (["--training.tokens", "1.5B"], lambda c: c.training.tokens == 1_500_000_000),
+        (["--training.tokens", "10_000_000_000"], lambda c: c.training.tokens == 10**10),
+        (["--training.trackers", "tensorboard"], lambda c: c.training.trackers == ("tensorboard",)),
+        (["--evaluation.questions", "units,whole"], lambda c: c.evaluation.questions == ("units", "whole")),
+        (["--evaluation.subset.keep", "0.5"], lambda c: c.evaluation.subset.keep == (0.5,)),
+        (["--evaluation.structure.prompts", "One, two"], lambda c: c.evaluation.structure.prompts == ("One, two",)),
         (["--replacements.0.sparsity.k", "[2,3]"], lambda c: {r.sparsity.max_k for r in c.replacements} >= {2, 3}),
         (["--data.exclude-special", "false"], lambda c: c.data.exclude_special is False),
         (["--model.revision", "main"], lambda c: c.model.revision == "main"),
@@ -122,8 +132,14 @@ def test_overrides(words: list[str], check) -> None:
     [
         ({}, "replacements"),
         ({"replacements": []}, "replacements"),
-        ({"replacements": [{"method": "nope"}]}, "methods: mxd, transcoder, cp_mumoe, tr_mumoe"),
-        ({"replacements": [{"method": "mxd", "sparsity": {"kind": "nope"}}]}, "sparsities: topk, random_k, batch_topk"),
+        (
+            {"replacements": [{"method": "nope"}]},
+            "replacements.0: unknown method 'nope'; choose one of: mxd, transcoder",
+        ),
+        (
+            {"replacements": [{"method": "mxd", "sparsity": {"kind": "nope"}}]},
+            "0.sparsity: unknown kind 'nope'; choose one of: topk",
+        ),
         (
             {"replacements": [{"method": "mxd", "hiden": 3}]},
             r"  replacements.0.hiden: .*fields here: .*hidden.*\. Did you mean 'hidden'\?",
@@ -139,13 +155,32 @@ def test_overrides(words: list[str], check) -> None:
         ({**ONE, "training": {"tokens": 10}}, "less than one batch"),
         ({**ONE, "training": {"buffer_tokens": 10}}, "buffer_tokens"),
         ({**ONE, "training": {"accumulation": 3}}, "does not divide"),
-        ({**ONE, "training": {"candidates": "float16"}}, "training.candidates.*'float32' or 'bfloat16'"),
+        (
+            {**ONE, "training": {"candidates": "float16"}},
+            "candidates: expected auto, float32 or bfloat16, got 'float16'",
+        ),
         ({**ONE, "training": {"tf32": "perhaps"}}, "training.tf32"),
         ({**ONE, "data": {"cache": ["a", "b"]}}, "data.cache"),
         ({**ONE, "blocks": [1, 1]}, "twice"),
         ({**ONE, "blocks": []}, "blocks names no block; give numbers, one number, or all"),
-        ({**ONE, "blocks": -1}, "blocks.*greater than or equal to 0"),
-        ({**ONE, "blocks": "each"}, "blocks.all: Input should be 'all'"),
+        ({**ONE, "blocks": "each"}, r"blocks: expected numbers such as 0,3 \(-1 is the last block\).*got 'each'"),
+        ({**ONE, "blocks": "3-1"}, "blocks: expected numbers"),
+        ({**ONE, "blocks": [0, True]}, "blocks: expected numbers"),
+        (
+            {**ONE, "replacements": [{"method": "mxd"}, {"method": "molt", "rank": [0, 0]}]},
+            r"1 problem\n  \w+\.1\.rank: ",
+        ),
+        ({**ONE, "training": {"lr": float("inf")}}, "training.lr: expected a finite number, got inf"),
+        (
+            {"replacements": [{"method": "mxd", "sparsity": {"kind": "relu_l1", "l1": float("nan")}}]},
+            "sparsity.l1: .*finite",
+        ),
+        ({**ONE, "training": {"tokens": 40960}}, "warm-up of 5,000 steps is longer than the run, 10 steps"),
+        ({**ONE, "training": {"accumulation": "many"}}, r"training.accumulation: expected a number of parts, or auto"),
+        (
+            {**ONE, "evaluation": {"toxicity": {"scorer": {"kind": "word"}}}},
+            "toxicity.scorer: unknown kind 'word'.*'words'",
+        ),
         ({**ONE, "run": "../evil"}, "run"),
         ({**ONE, "model": {"dtype": "int4"}}, "model.dtype"),
         ({**ONE, "sizing": {"match": "rough"}}, "sizing.match"),
@@ -196,3 +231,16 @@ def test_fields_help_names_every_section() -> None:
     text = fields_help()
     for name in ("--training.tokens", "--data.source", "--model.revision", "--sizing.expansion", "method cp_mumoe"):
         assert name in text
+    for line in (
+        "--training.recipe  paper | short | fast | scaled (default paper)",
+        "--training.lr  number (default null)",
+        "--evaluation.faithfulness.tokens  whole number (default 65536)",
+        "--evaluation.masking.under.lm_eval.metric  text (default acc)",
+        "--evaluation.toxicity.scorer of kind words",
+        "--replacements.N.method  mxd | transcoder | cp_mumoe",
+        "--replacements.N.num_units  whole number (default null)",
+        "method molt\n\n--replacements.N.rank  whole number (default null)",
+        "--replacements.N.sparsity.kind  topk | random_k",
+        "kind relu_l1\n\n--replacements.N.sparsity.l1  number (default 0.001)",
+    ):
+        assert line in text

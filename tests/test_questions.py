@@ -132,11 +132,11 @@ def test_a_runs_config_begins_with_the_same_defaults():
 
 
 def test_a_bad_setting_is_named_in_one_message():
-    with pytest.raises(MxdError, match=r"^limit is 0; input should be greater than 0\.$"):
+    with pytest.raises(MxdError, match=r"^limit: expected a number greater than 0, got 0\.$"):
         checked(ProbingConfig, limit=0)
-    with pytest.raises(MxdError, match=r"^sets\.0 is 3; input should be a valid string\.$"):
+    with pytest.raises(MxdError, match=r"^sets\.0: expected text, got 3\.$"):
         checked(ProbingConfig, sets=(3,))
-    with pytest.raises(MxdError, match=r"^limit is 0; input should be greater than 0\.$"):
+    with pytest.raises(MxdError, match=r"^limit: expected a number greater than 0, got 0\.$"):
         changed(DEFAULTS.probing, limit=0)
     assert changed(DEFAULTS.probing, limit=3) == ProbingConfig(limit=3)
 
@@ -144,11 +144,11 @@ def test_a_bad_setting_is_named_in_one_message():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["units", "x", "--tokens", 0], "tokens is '0'; input should be greater than 0."),
-        (["units", "x", "--top", "many"], "top is 'many'; input should be a valid integer"),
-        (["probe", "x", "--level", "word"], "level is 'word'; input should be 'sample', 'span' or 'token'."),
-        (["steer", "x", "--top-p", 2], "top_p is '2'; input should be less than or equal to 1."),
-        (["mask", "x", "--domains", "y", "--limit", 1], "limit is 1; input should be greater than or equal to 2."),
+        (["units", "x", "--tokens", 0], "tokens: expected a number greater than 0, got '0'."),
+        (["units", "x", "--top", "many"], "top: expected a whole number, got 'many'"),
+        (["probe", "x", "--level", "word"], "level: expected sample, span or token, got 'word'."),
+        (["steer", "x", "--top-p", 2], "top_p: expected a number of at most 1, got '2'."),
+        (["mask", "x", "--domains", "y", "--limit", 1], "limit: expected a number of at least 2, got 1."),
     ],
 )
 def test_a_bad_option_is_one_line(capsys, words, said):

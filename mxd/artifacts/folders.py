@@ -1,6 +1,5 @@
 """Layers' folders: finding them, locally or on the Hub, and reading them strictly."""
 
-from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from safetensors.torch import load_file
 
 from mxd.artifacts import hub
 from mxd.artifacts.card import FIGURE
+from mxd.artifacts.listing import layers_in
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
-from mxd.common.errors import MxdError, MxdWarning
+from mxd.common.errors import MxdError, MxdWarning, told
 from mxd.common.files import file_sha256, read_json, regular
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
@@ -99,7 +99,7 @@ def read_layer(folder: Path) -> tuple[ReplacementConfig, Provenance]:
     try:
         provenance = Provenance.model_validate(config.get("provenance"))
     except ValidationError as error:
-        raise MxdError(f"{folder}/config.json: bad provenance: {error}") from error
+        raise MxdError(f"{folder}/config.json: bad provenance: {told(error)}") from error
     return parse_layer(config.get("layer")), provenance
 
 
@@ -167,43 +167,6 @@ def find_layers(
         files = [f"{prefix}{file}" for prefix in prefixes for file in LAYER_FILES]
         hub.download(hub.cached_reference(folder) or reference, [*files, *SET_FILES], *access)
     return layers
-
-
-def layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
-    """Return the layer folders in a local folder: itself, or those directly inside.
-
-    Args:
-        folder: where to look.
-        pattern: selects folders of a set by name.
-        shown: the folder's name in messages.
-
-    Raises:
-        MxdError: there is none.
-    """
-    try:
-        return _matching(folder, pattern, shown)
-    except OSError as error:
-        raise MxdError(f"cannot read {shown!r}: {error.strerror}.") from error
-
-
-def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
-    if (folder / "config.json").is_file():
-        if pattern != "*":
-            raise MxdError(f"{shown!r} is one layer, from which pattern {pattern!r} cannot choose; leave it out.")
-        return [folder]
-    children = folder.iterdir() if folder.is_dir() else ()
-    # Hidden folders are unfinished: a killed save left them behind.
-    layers = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
-    if not layers:
-        raise MxdError(
-            f"no checkpoint at {shown!r}: expected a folder with config.json and model.safetensors, a run's folder "
-            "that holds some, or a Hub reference org/name[/subfolder][@revision] to either."
-        )
-    matching = [layer for layer in layers if fnmatchcase(layer.name, pattern)]
-    if not matching:
-        names = ", ".join(layer.name for layer in layers)
-        raise MxdError(f"no layer at {shown!r} matches {pattern!r}; there are: {names}.")
-    return matching
 
 
 def layer_name(folder: Path) -> str:

@@ -37,6 +37,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from mxd.common.errors import MxdError
+from mxd.common.network import asking_hub
 
 Cards = Callable[[str | None], Mapping[str, str]]
 """Builds the README files of an upload (path in the repository -> text), given the commit to point to, if known."""
@@ -301,7 +302,8 @@ def _failures(reference: HubReference, token: str | bool | None, doing: str) -> 
     The original error is left out of the traceback: it may quote headers, and with them the token.
     """
     try:
-        yield
+        with asking_hub():
+            yield
     except (HTTPError, OSError, ValueError, RuntimeError, EntryNotFoundError) as error:
         message = _explain(_causes(error), reference, doing)
         secrets = [secret for secret in (token, get_token()) if isinstance(secret, str) and secret]
@@ -346,13 +348,20 @@ def _explain(errors: Sequence[BaseException], reference: HubReference, doing: st
         return f"{repo} has no revision {reference.revision!r}; give a branch, a tag or a commit of it."
     if (refused := of(HfHubHTTPError)) is not None:
         return _explain_status(refused, reference, doing)
+    here = f"there is no folder {replace(reference, revision=None)} here, " if doing == "download" else ""
+    if of(OfflineModeIsEnabled) and not constants.HF_HUB_OFFLINE:
+        return (
+            f"{here}the Hub ({endpoint}) cannot be reached, and {reference} is not complete in the local cache. Check "
+            "the network, or use a local folder."
+        )
     if of(OfflineModeIsEnabled):
         return (
-            f"offline mode is on (HF_HUB_OFFLINE), and {reference} is not complete in the local cache. "
+            f"{here}offline mode is on (HF_HUB_OFFLINE), and {reference} is not complete in the local cache. "
             "Unset HF_HUB_OFFLINE, or use a local folder."
         )
     if (lost := of(HTTPError)) is not None:
-        return f"the connection to {endpoint} failed ({_line(lost)}). Check the network. {AGAIN[doing]}"
+        also = "and " if here else ""
+        return f"{here}{also}the connection to {endpoint} failed ({_line(lost)}). Check the network. {AGAIN[doing]}"
     if of(LocalEntryNotFoundError):
         return f"{reference} is not complete in the local cache. Leave local_files_only out to download it."
     return f"{doing} of {reference} failed: {_line(errors[-1])}. {AGAIN[doing]}"

@@ -9,6 +9,7 @@ from mxd.artifacts.folders import find_layers
 from mxd.artifacts.hub import cached_reference
 from mxd.common.errors import MxdError
 from mxd.layers import ReplacementConfig
+from mxd.model.frozen import FrozenModel
 
 MIXED = "together"
 """The name of a set of layers of several kinds, one for each block."""
@@ -96,6 +97,28 @@ def base_model(layers: Mapping[str, Trained]) -> tuple[str, str | None, str]:
         )
         raise MxdError(f"the layers replace MLPs of different base models: {listed}; give those of one.")
     return next(iter(found))
+
+
+def check_base(base: FrozenModel, layers: Mapping[str, Trained], option: str) -> None:
+    """Refuse a base model that a command names in place of the one that layers were trained on, unless it is a copy.
+
+    Args:
+        base: the base model.
+        layers: name -> layer.
+        option: what names the model on the command line.
+
+    Raises:
+        MxdError: an MLP that one of them replaces has other weights there, or there is none.
+    """
+    for name, trained in layers.items():
+        about = trained.provenance
+        missing = about.block >= base.num_blocks
+        if missing or about.fingerprint != base.fingerprint(about.block):
+            instead = f"only {base.num_blocks} blocks" if missing else "other weights there"
+            raise MxdError(
+                f"{name} was trained for block {about.block} of {about.model!r}, and {option} {base.source} has "
+                f"{instead}; give {about.model}, or a copy of it."
+            )
 
 
 def only_set(sets: Mapping[str, Set], name: str | None = None) -> Set:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mxd.artifacts import hub
 from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
-from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, layers_in, load_strictly
+from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, load_strictly
 from mxd.artifacts.hub import HubReference
+from mxd.artifacts.listing import layers_in
 from mxd.artifacts.measured import Evaluation, Whole
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file, atomic_folder

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, app, save, say, show, show_faithfulness
+from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, configured, save, say, show, show_faithfulness
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -27,7 +27,7 @@ def evaluate(
     together: bool = False,
     how: Annotated[FaithfulnessConfig, FLAT] = DEFAULTS.faithfulness,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
     lm_eval: str | None = None,
     lm_eval_limit: int | None = None,
     lm_eval_include: Path | None = None,
@@ -68,7 +68,7 @@ def generate(
     together: bool = False,
     how: Annotated[GenerationConfig, FLAT] = DEFAULTS.generation,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Continue prompts with the base and with the spliced model, greedily, and compare token by token.
 
@@ -102,7 +102,7 @@ def whole(
     *checkpoints: str,
     how: Annotated[WholeConfig, FLAT] = DEFAULTS.whole,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Replace all blocks of each set of layers at once: is it still the model, and where does the error come from?
 
@@ -140,17 +140,16 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
         config: YAML file; see configs/.
         overrides: fields to set, by dotted name; `mxd fields` lists them.
     """
-    from mxd.config import load_config
     from mxd.evaluation.compare import compare as run
     from mxd.report.page import write_report
 
-    folder = run(load_config(config, overrides))
+    folder = run(configured(config, overrides))
     page, twin = write_report(folder)
     say(f"page:     {page}\nmarkdown: {twin}")
 
 
 @app.command
-def report(run: Path, out: Path | None = None) -> None:
+def report(run: Path, out: OutFile = None) -> None:
     """Write one page, and the same in Markdown, of what was trained and measured in a run's folder.
 
     Args:

@@ -6,7 +6,7 @@ The options of a question are the fields of its config (``mxd/questions.py``).
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, app, fraction, numbers, ranges, save, show
+from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, check_answers, fraction, numbers, ranges, save, show
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -47,7 +47,7 @@ def mask(
     lm_eval_groups: str | None = None,
     together: bool = False,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Mask the units of a topic, or those that correlate with a score, and measure what that does to the loss.
 
@@ -127,7 +127,7 @@ def toxicity(
     lm_eval_include: Path | None = None,
     together: bool = False,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Mask the units that follow a score, continue prompts, and have somebody score what is written.
 
@@ -185,6 +185,8 @@ def toxicity(
     for name, result in results["results"].items():
         show(toxicity_table(name, result), *under_mask_tables(name, result))
     save(results, checkpoints, "toxicity-together" if together else "toxicity", out)
+    scored = {name: {"judges": {"the scorer": result["base"]}} for name, result in results["results"].items()}
+    check_answers({"results": scored})
 
 
 @app.command
@@ -195,7 +197,7 @@ def ablate(
     context: int | None = None,
     model: str | None = None,
     device: str = "auto",
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Drop units one by one, and measure for which classes of text the spliced model gets worse.
 
@@ -227,7 +229,7 @@ def subset(
     keep: str = "1/2,1/4,1/8",
     how: Annotated[SubsetConfig, FLAT] = DEFAULTS.subset,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Keep only the strongest of the active units, or as many random ones, and measure the loss and the error.
 
@@ -257,7 +259,7 @@ def rewrite(
     context: int | None = None,
     model: str | None = None,
     device: str = "auto",
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Rewrite outputs for one group's texts of one label, found by their units, and measure what every group gets.
 

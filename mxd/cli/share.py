@@ -67,8 +67,8 @@ def export_model(
 
     Args:
         model: the base model: a bundled name, a Hub id, a folder or a .gguf file.
-        checkpoints_and_out: layer folders, run folders or Hub references; last the folder to write, which is new, empty
-            or an earlier export.
+        checkpoints_and_out: layer folders, run folders or Hub references; last the folder to write, which is new or
+            empty.
         named: the set of layers to export where there are several, such as mxd-k32: all layers of one kind.
 
     Raises:

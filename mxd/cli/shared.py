@@ -2,20 +2,25 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import App, CycloptsError, CycloptsPanel, Parameter
 from pydantic import ValidationError
 
 from mxd import __version__
-from mxd.common.errors import MxdError, printable
+from mxd.common.bundled import check_model
+from mxd.common.errors import MxdError, nearest, printable
+from mxd.common.overrides import read_fields
+from mxd.common.parsing import spans
 from mxd.questions import refusal
 
 if TYPE_CHECKING:
+    from mxd.config import RunConfig
     from mxd.evaluation.checkpoints import Subject
 
 N = TypeVar("N")
@@ -25,6 +30,25 @@ MOST_UNITS = 100_000
 
 FLAT = Parameter(name="*", negative_iterable=())
 """Marks a question's config: its fields are the command's options."""
+
+
+def _check_file(_: Any, path: Path | None) -> None:
+    """Refuse a path that no file can be written to, before there is anything to lose.
+
+    Raises:
+        MxdError: it is a folder, or lies where nothing can be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise MxdError(f"{str(path)!r} is a folder; give the file to write, such as {str(path / 'results.json')!r}.")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(path if path.exists() else above, os.W_OK)):
+        raise MxdError(f"cannot write {str(path)!r}: {above} is not a folder to write to; choose another file.")
+
+
+OutFile = Annotated[Path | None, Parameter(validator=_check_file)]
+"""A file that a command writes at its end."""
 
 
 def _mistake(error: CycloptsError) -> Any:
@@ -73,6 +97,11 @@ class HeldOut:
         """
         if not checkpoints:
             raise MxdError(f"give at least one checkpoint: mxd {command} checkpoints/RUN")
+        check_checkpoints(checkpoints)
+        if self.source is not None:
+            _check_text(self.source, self.split or "validation")
+        if self.model is not None:
+            check_model(self.model)
         from mxd.evaluation.checkpoints import open_checkpoints
 
         text = {k: v for k, v in asdict(self).items() if k not in ("model", "device") and v is not None}
@@ -80,6 +109,74 @@ class HeldOut:
 
 
 HELD_OUT = HeldOut()
+
+
+def configured(path: Path, overrides: Sequence[str], options: Sequence[str] = ()) -> "RunConfig":
+    """Read a run's config; what shows in the file is refused before torch is imported.
+
+    Args:
+        path: the YAML file.
+        overrides: fields to set, as ``read_fields`` takes them.
+        options: the command's own options, for the message where one is mistyped.
+
+    Raises:
+        MxdError: as ``mxd.config.load_config``; no such option, model or text.
+    """
+    for word in overrides:
+        if guess := nearest(word.partition("=")[0], [f"--{option}" for option in options]):
+            raise MxdError(f"unknown option {word!r}.{guess}")
+    raw = read_fields(path, overrides)
+    model, data = (raw[name] if isinstance(raw.get(name), dict) else {} for name in ("model", "data"))
+    if isinstance(model.get("source"), str):
+        check_model(model["source"])
+    if isinstance(source := data.get("source", "bundled"), str) and isinstance(
+        split := data.get("split", "train"), str
+    ):
+        _check_text(source, split)
+    from mxd.config import parse_config
+
+    return parse_config(raw, str(path))
+
+
+def _check_text(source: str, split: str) -> None:
+    from mxd.data.text import check_source
+
+    check_source(source, split)
+
+
+def check_checkpoints(checkpoints: Sequence[str]) -> None:
+    """Refuse local paths that hold no layer.
+
+    Raises:
+        MxdError: one of them holds none.
+    """
+    from mxd.artifacts.hub import reference_of
+    from mxd.artifacts.listing import layers_in
+
+    for checkpoint in checkpoints:
+        if reference_of(checkpoint) is None:
+            layers_in(Path(checkpoint), "*", checkpoint)
+
+
+def check_answers(results: dict[str, Any]) -> None:
+    """Refuse to call it done where a judge gave no answer at all; what was generated is saved by then.
+
+    Args:
+        results: of steering or of explanations.
+
+    Raises:
+        MxdError: a judge never answered.
+    """
+    asked: dict[str, int] = {}
+    failed: dict[str, Counter[str]] = {}
+    for result in results["results"].values():
+        for judge, one in (result.get("judges") or {}).items():
+            asked[judge] = asked.get(judge, 0) + one["asked"]
+            failed[judge] = failed.get(judge, Counter()) + Counter(one["reasons"])
+    for judge, number in asked.items():
+        if number and failed[judge].total() >= number:
+            reasons = ", ".join(f"{reason} ({times})" for reason, times in failed[judge].most_common())
+            raise MxdError(f"{judge} gave no answer that counts, of {number} asked for: {reasons}.")
 
 
 def show_faithfulness(results: dict[str, Any]) -> None:
@@ -153,15 +250,12 @@ def ranges(option: str, text: str) -> list[int]:
     Raises:
         MxdError: something else than numbers and ranges, or too many numbers.
     """
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
-            raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
-        span = range(int(first), int(last or first) + 1)
-        if len(numbers) + len(span) > MOST_UNITS:
-            raise MxdError(f"{option} is {text!r}; expected {MOST_UNITS:,} numbers at most.")
-        numbers += span
+    try:
+        numbers = spans(text, MOST_UNITS)
+    except ValueError as error:
+        raise MxdError(f"{option} is {text!r}; {error}.") from error
+    if min(numbers) < 0:
+        raise MxdError(f"{option} is {text!r}; expected numbers and ranges such as 3,17,40-49.")
     return numbers
 
 

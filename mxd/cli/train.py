@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from mxd.cli.shared import FLAT, app, rank, say, show, show_faithfulness
+from mxd.cli.shared import FLAT, OutFile, app, configured, rank, say, show, show_faithfulness
 from mxd.common.errors import MxdError, printable, typed
 from mxd.tuning import GUARD_TOKENS, UNCHANGED, TuneConfig
 
+TRAIN = ("resume", "groups", "shard", "deterministic")
+PLAN = ("processes", "groups", "shard", "network", "tokens-per-second", "json")
 DEMO_TOKENS = 32_768
 """Held-out tokens that the demo measures on."""
 
@@ -37,11 +40,10 @@ def train(
         shard: divide weights, gradients and moments among the processes of a group: for layers too large for one.
         deterministic: the same as --training.deterministic true: on a GPU the same bits twice, more slowly.
     """
-    from mxd.config import load_config
     from mxd.training.trainer import train as run
 
     overrides += ("--training.deterministic", "true") if deterministic else ()
-    folder = run(load_config(config, overrides), resume=resume, groups=groups, shard=shard)
+    folder = run(configured(config, overrides, TRAIN), resume=resume, groups=groups, shard=shard)
     say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
 
 
@@ -105,10 +107,9 @@ def cache(
         dtype: what activations are rounded to; training reads them as float32. int8: with a scale for each token.
         worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
     """
-    from mxd.config import load_config
     from mxd.training.source import cache_activations
 
-    cache_activations(load_config(config, overrides), folder, dtype=dtype, worker=_worker(worker))
+    cache_activations(configured(config, overrides, ("dtype", "worker")), folder, dtype=dtype, worker=_worker(worker))
     say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
 
 
@@ -116,12 +117,12 @@ def cache(
 def plan(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    processes: int = 1,
+    processes: Annotated[int, Parameter(validator=Number(gte=1))] = 1,
     groups: int | None = None,
     shard: Annotated[bool, Parameter(negative="")] = False,
     network: float | None = None,
     tokens_per_second: float | None = None,
-    json: Path | None = None,
+    json: OutFile = None,
 ) -> None:
     """Say what a run needs before anything is loaded: parameters, memory and disk by part, FLOPs, the expected time.
 
@@ -137,15 +138,14 @@ def plan(
         tokens_per_second: measured rate of one process on this config, in place of this machine's speeds.
         json: file for all numbers.
     """
-    from mxd.common.files import write_json
-    from mxd.config import load_config
+    from mxd.common.files import whole_file, write_json
     from mxd.planning.memory import LOWER, check_memory, plan_run
     from mxd.planning.time import expected
     from mxd.planning.tuning import LOWER as LOWER_TUNING
     from mxd.planning.tuning import as_tuning, plan_tuning
     from mxd.report.plan import plan_numbers, plan_tables
 
-    run = load_config(config, overrides)
+    run = configured(config, overrides, PLAN)
     plans = [] if run.tune.of else [(run, plan_run(run, world=processes, groups=groups, shard=shard), LOWER)]
     if "tune" in run.model_fields_set:
         tuning = as_tuning(run)
@@ -158,7 +158,8 @@ def plan(
         show(*plan_tables(*facts))
         numbers |= {"tuning": plan_numbers(*facts)} if needs.sets else plan_numbers(*facts)
     if json is not None:
-        write_json(json, numbers)
+        with whole_file(json) as file:
+            write_json(file, numbers)
     for own, needs, lower in plans:
         check_memory(own, needs, lower)
     say("it fits")

@@ -3,12 +3,11 @@
 The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, app, numbers, ranges, save, say, show
+from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, check_answers, ranges, save, say, show
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -31,18 +30,18 @@ def units(
     units: str | None = None,
     how: Annotated[UnitsConfig, FLAT] = DEFAULTS.units,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Count how often the units of trained layers fire; show the text that some fire on, and the tokens they promote.
 
     Args:
         checkpoints: As for evaluate.
-        units: Units to show, 3,17; by default those that add most to the output.
+        units: Units to show, 3,17,40-49; by default those that add most to the output.
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default units.json in the first folder.
     """
-    named = numbers("--units", units, int) if units is not None else None
+    named = ranges("--units", units) if units is not None else None
     subject = on.open("units", checkpoints)
     from mxd.evaluation.units import answer
     from mxd.report.terminal import unit_lines
@@ -63,13 +62,13 @@ def explain(
     judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
     judge_local: tuple[str, ...] = (),
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Ask an instruct model what its units mean, and have a judge tell by the answer on which text a unit fires.
 
     Args:
         checkpoints: As for evaluate.
-        units: Units to explain, 3,17; by default those that add most to the output.
+        units: Units to explain, 3,17,40-49; by default those that add most to the output.
         how: The question's config.
         judge: OpenAI-compatible endpoint that decides, such as https://api.example.com/v1; may be repeated.
         judge_model: Model to ask there, one for each --judge, in the same order.
@@ -82,7 +81,7 @@ def explain(
         MxdError: a judge that is named only in part.
     """
     _check_judges(judge, judge_model, judge_key)
-    named = numbers("--units", units, int) if units is not None else None
+    named = ranges("--units", units) if units is not None else None
     subject = on.open("explain", checkpoints)
     from mxd.evaluation.explaining import answer
     from mxd.report.terminal import explained_lines
@@ -91,6 +90,7 @@ def explain(
     for name, result in results["results"].items():
         say("\n".join(explained_lines(name, result)))
     save(results, checkpoints, "explaining", out)
+    check_answers(results)
 
 
 @app.command
@@ -98,7 +98,7 @@ def structure(
     *checkpoints: str,
     how: Annotated[StructureConfig, FLAT] = DEFAULTS.structure,
     on: HeldOut = HELD_OUT,
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Measure the rank of the units' weights, and name the units that lead on the text and at template prompts.
 
@@ -125,7 +125,7 @@ def probe(
     last: Annotated[bool | None, Parameter(negative="--first")] = None,
     model: str | None = None,
     device: str = "auto",
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Find the single units that tell classes of text apart, beside the base MLP's neurons.
 
@@ -159,7 +159,7 @@ def steer(
     judge_local: tuple[str, ...] = (),
     model: str | None = None,
     device: str = "auto",
-    out: Path | None = None,
+    out: OutFile = None,
 ) -> None:
     """Generate text while one unit is made stronger, for many units, and have a language model judge it.
 
@@ -188,6 +188,7 @@ def steer(
     results = answer(subject, how, named, judges)
     say(summary(results["results"]))
     save(results, checkpoints, "steering", out)
+    check_answers(results)
 
 
 def _check_judges(judge: tuple[str, ...], judge_model: tuple[str, ...], judge_key: tuple[str, ...]) -> None:

@@ -4,9 +4,30 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from mxd.common.errors import MxdError
-from mxd.common.files import file_sha256, read_text
+from mxd.common.errors import MxdError, nearest
+from mxd.common.files import file_sha256, names_a_path, read_text
 from mxd.common.parsing import parse_json
+
+MODELS = ("tiny-gpt2", "tiny-neox", "tiny-llama")
+"""Names of bundled models."""
+
+
+def check_model(name: str) -> None:
+    """Refuse the name of a base model that can only be a path, where there is nothing.
+
+    Raises:
+        MxdError: there is nothing.
+    """
+    path = Path(name)
+    if name in MODELS or path.exists():
+        return
+    if name.endswith(".gguf"):
+        raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
+    if names_a_path(name) or ("/" not in name and nearest(name, MODELS)):
+        raise MxdError(
+            f"there is no folder {name!r} here; expected a bundled name ({', '.join(MODELS)}), a folder with a "
+            f"config.json, a .gguf file, or a Hub id org/name.{nearest(name, MODELS)}"
+        )
 
 
 def bundled_path(name: str) -> Path:

@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from shlex import quote
+from typing import Any
 
 _USER = re.compile(r"(\w://)(?:[^\s:/@]*:\S*@|[^\s/]*@)")
 _QUERY = re.compile(r"(\w://[^\s?]*)\?[^\s'\"]*")
@@ -110,8 +111,70 @@ def unknown(kind: str, got: object, choices: Iterable[object], remedy: str = "")
 
 def nearest(got: object, choices: Iterable[str]) -> str:
     """Return a question whether the most similar choice was meant, or nothing where none is similar."""
-    similar = get_close_matches(str(got), choices, 1, 0.7)
+    names, text = list(choices), str(got)
+    begun = [name for name in names if len(text) > 2 and name.startswith(text)]
+    similar = get_close_matches(text, names, 1, 0.7) or begun
     return f" Did you mean {similar[0]!r}?" if similar else ""
+
+
+_EXPECTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping of fields",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "a number less than {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "list_type": "a list",
+    "model_attributes_type": "a mapping of fields",
+    "model_type": "a mapping of fields",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "string_type": "text",
+    "too_short": "a list of at least {min_length}",
+    "tuple_type": "a list",
+}
+"""pydantic's type of error -> what was expected."""
+
+
+def said(problem: Mapping[str, Any]) -> str:
+    """Say what is wrong with a field: what was expected and what was got, in the words of whoever wrote the file.
+
+    Args:
+        problem: one of ``ValidationError.errors()``.
+
+    >>> said({"type": "greater_than", "ctx": {"gt": 0}, "input": -1})
+    'expected a number greater than 0, got -1'
+    """
+    kind, got, about = problem["type"], problem.get("input"), problem.get("ctx", {})
+    if kind == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return "there is no such field"
+    if kind == "missing":
+        return "it is missing"
+    choices = re.findall(r"'([^']*)'", about.get("expected_tags" if kind == "union_tag_invalid" else "expected", ""))
+    if kind == "union_tag_invalid":
+        return str(unknown(about["discriminator"].strip("'_()"), about["tag"], choices)).removesuffix(".")
+    if kind == "union_tag_not_found":
+        tag = about["discriminator"].strip("'_()")
+        return f"it has no field {tag!r}, which says what it is"
+    words = _EXPECTED.get(kind, str(problem.get("msg", "")).removeprefix("Input should be ")).format_map(about)
+    if kind == "literal_error":
+        words = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:80]}..."
+    return f"expected {words}, got {shown}" + (f".{nearest(got, choices)}" if nearest(got, choices) else "")
+
+
+def told(error: Any) -> str:
+    """Return the first problem of a ``ValidationError`` in one line: the field and what is wrong with it."""
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {said(problem)}".removeprefix(": ")
 
 
 def first_line(error: BaseException) -> str:

@@ -34,6 +34,17 @@ def regular(path: Path) -> Path:
     return path
 
 
+def names_a_path(name: str) -> bool:
+    """Return whether a name can only be that of something on this machine, which the Hub need not be asked for.
+
+    These are ``./a``, ``~/a``, ``a/b/c``, and ``a/b`` where there is a folder ``a``.
+    """
+    if "://" in name:
+        return False
+    first, slash, rest = name.partition("/")
+    return first in ("", ".", "..", "~") or "\\" in name or "/" in rest or bool(slash and os.path.isdir(first))
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of an ordinary file.
 

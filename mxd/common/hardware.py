@@ -11,6 +11,15 @@ LENGTH = 0.3
 """Seconds for which a speed is measured."""
 
 
+def amount(size: float) -> str:
+    """Say a number of bytes: in GiB, or in MiB where there is less than one.
+
+    >>> amount(2**20), amount(3 * 2**29)
+    ('1 MiB', '1.5 GiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20):.0f} MiB"
+
+
 def free_memory(device: torch.device) -> int:
     """Return how many bytes this process can use on a device in all, those it uses already included.
 

@@ -4,6 +4,8 @@ Whatever is wrong with a text is a ``ValueError`` that says so in one line; call
 """
 
 import json
+import re
+from decimal import Decimal
 from typing import Any
 
 import yaml
@@ -112,6 +114,52 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, list | tuple):
         for item in value:
             _check_numbers(item)
+
+
+def whole_number(value: Any) -> Any:
+    """Return the number that a text such as ``1e6``, ``10k``, ``1.5M`` or ``1_000_000`` writes; all else as it is.
+
+    k, M and B stand for a thousand, a million and a billion.
+
+    >>> [whole_number(text) for text in ("1e6", "10k", "1.5M", "1_000", "many", 3)]
+    [1000000, 10000, 1500000, 1000, 'many', 3]
+    """
+    match = _COUNT.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 40 else None
+    if match is None:
+        return value
+    number = Decimal(match[1].replace("_", "")) * 1000 ** " kmb".index((match[2] or " ").lower())
+    return int(number) if number <= LARGEST and number == number.to_integral_value() else value
+
+
+_COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)([kKmMbB])?")
+
+
+def spans(text: str, most: int) -> list[int]:
+    """Return the numbers of a list such as ``3,17,40-49``; ``-1`` is a number, and no span begins or ends with one.
+
+    Args:
+        text: the list.
+        most: the most numbers that it may name.
+
+    Raises:
+        ValueError: something else than numbers and spans, or more numbers.
+
+    >>> spans("3,5-7,-1", 10)
+    [3, 5, 6, 7, -1]
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _SPAN.fullmatch(part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ValueError("expected numbers and ranges such as 3,17,40-49")
+        span = range(int(match[1]), int(match[2]) + 1) if match[2] else [int(match[0])]
+        if len(numbers) + len(span) > most:
+            raise ValueError(f"expected {most:,} numbers at most")
+        numbers += span
+    return numbers
+
+
+_SPAN = re.compile(r"([0-9]{1,12})-([0-9]{1,12})|-?[0-9]{1,12}")
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:

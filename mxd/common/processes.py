@@ -19,17 +19,18 @@ from datetime import timedelta
 from functools import cache
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxd.common.errors import LostError, MxdError, SharedError
 from mxd.common.stop import asked_to_stop
+
+if TYPE_CHECKING:  # takes a third of the time of importing torch, and few runs are sharded
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -268,8 +269,10 @@ class Processes:
         )
         return received
 
-    def mesh(self, device: str) -> DeviceMesh:
+    def mesh(self, device: str) -> "DeviceMesh":
         """Return the processes as a device mesh, for torch's sharding."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         return DeviceMesh.from_group(self.group or cast(dist.ProcessGroup, dist.group.WORLD), device)
 
     def split(self, groups: int) -> "tuple[int, Processes]":
@@ -361,13 +364,15 @@ def _line(error: object) -> str:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded over processes as a whole; all of them must call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return cast(Tensor, getattr(tensor, "full_tensor", lambda: tensor)())
 
 
 def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
     """Return a whole tensor, which every process has, sharded over the processes as ``model`` is."""
-    if not isinstance(model, DTensor):
+    if model is None or not hasattr(model, "placements"):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     moved = tensor.to(model.device, model.dtype)
     return distribute_tensor(moved, model.device_mesh, model.placements, src_data_rank=None)
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mxd.common.errors import MxdError
-from mxd.common.hardware import free_disk
+from mxd.common.hardware import amount, free_disk
 from mxd.common.progress import progress
 from mxd.data.activations import Batch, Cursor, WindowFilter
 from mxd.data.shards import (
@@ -292,7 +292,7 @@ def _check_room(folder: Path, size: int) -> None:
     free = free_disk(folder)
     if size - written > free:
         raise MxdError(
-            f"the cache needs {(size - written) / 2**30:.1f} GiB more and {free / 2**30:.1f} GiB are free at {folder}; "
+            f"the cache needs {amount(size - written)} more and {amount(free)} are free at {folder}; "
             "lower training.tokens, cache fewer blocks, cache as bfloat16 or int8, or choose another disk."
         )
 

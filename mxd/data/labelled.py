@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mxd.common.bundled import bundled
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, nearest
+from mxd.common.files import names_a_path
 from mxd.common.parsing import without_surrogates
-from mxd.data.presets import PREFIX, preset_texts
+from mxd.data.presets import PREFIX, check_preset, preset_texts
 from mxd.data.tables import TABLES, Located, Row, check_columns, file_rows, hub_rows, hub_table, local_files, stem_of
 from mxd.questions import DEFAULTS, PURGING
 
@@ -44,6 +45,25 @@ class LabelledTexts:
     def classes(self) -> list[str]:
         """The different labels, sorted."""
         return sorted(set(self.labels))
+
+
+def check_set(source: str) -> None:
+    """Refuse a labelled set that can only be on this machine, where there is none; what the Hub holds is not asked.
+
+    Raises:
+        MxdError: there is no such set.
+    """
+    if source in BUNDLED_SETS:
+        return
+    if source.startswith(PREFIX):
+        check_preset(source.removeprefix(PREFIX))
+    elif not local_files(source, "labelled texts") and ("/" not in source or names_a_path(source)):
+        raise MxdError(
+            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give one of the MxD "
+            "paper's, such as paper:ag_news, a file, folder or pattern of "
+            f"{', '.join(TABLES)} (`python scripts/fetch_probing.py` fetches some) or a Hub dataset, "
+            f"org/name[:config][@revision].{nearest(source, BUNDLED_SETS)}"
+        )
 
 
 def labelled_texts(
@@ -81,13 +101,7 @@ def labelled_texts(
     if files := local_files(source, "labelled texts"):
         name = stem_of(files[0]) if len(files) == 1 else source
         return _checked(name, file_rows(files), text_column, label_column, group_column)
-    if "/" not in source:
-        raise MxdError(
-            f"no labelled set {source!r}; bundled are: {', '.join(BUNDLED_SETS)}. Or give one of the MxD "
-            "paper's, such as paper:ag_news, a file, folder or pattern of "
-            f"{', '.join(TABLES)} (`python scripts/fetch_probing.py` fetches some) or a Hub dataset, "
-            "org/name[:config][@revision]."
-        )
+    check_set(source)
     table = hub_table(source, split, f"a bundled set ({', '.join(BUNDLED_SETS)})")
     rows = hub_rows(source, table)
     for column in dict.fromkeys(filter(None, (label_column, group_column))):

@@ -66,6 +66,16 @@ def presets() -> dict[str, Preset]:
     return {name: Preset(name, **fields) for name, fields in table.items()}
 
 
+def check_preset(name: str) -> None:
+    """Check that the paper has a set of this name.
+
+    Raises:
+        MxdError: it has none.
+    """
+    if name not in presets():
+        raise unknown("set of the paper", PREFIX + name, (PREFIX + known for known in presets()))
+
+
 def preset_texts(name: str) -> tuple[list[str], list[str], Literal["first", "last"] | None]:
     """Fetch a set of the paper from the Hub.
 
@@ -78,8 +88,7 @@ def preset_texts(name: str) -> tuple[list[str], list[str], Literal["first", "las
     Raises:
         MxdError: no such set, one that is not on the Hub, the Hub cannot be reached, or it has fewer texts.
     """
-    if name not in presets():
-        raise unknown("set of the paper", PREFIX + name, (PREFIX + known for known in presets()))
+    check_preset(name)
     preset = presets()[name]
     if preset.made:
         raise MxdError(

@@ -18,6 +18,7 @@ from typing import Any, AnyStr
 
 from mxd.common.errors import MxdError
 from mxd.common.files import read_text, regular
+from mxd.common.network import asking_hub
 from mxd.common.parsing import parse_json
 
 Row = dict[str, Any]
@@ -131,7 +132,8 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
     if source.startswith("hf://"):
         name, subset, options = "parquet", "", {"data_files": source}
     try:
-        return datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
+        with asking_hub():
+            return datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script
         raise MxdError(
             f"cannot load dataset {source!r}, split {split!r}: {_reason(error)}\n"

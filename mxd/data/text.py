@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mxd.common.bundled import bundled
-from mxd.common.errors import MxdError, unknown
-from mxd.common.files import file_sha256, regular
+from mxd.common.errors import MxdError, nearest, unknown
+from mxd.common.files import file_sha256, names_a_path, regular
 from mxd.common.parsing import without_surrogates
 from mxd.data.streams import TextStream
 from mxd.data.tables import (
@@ -26,6 +26,28 @@ BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factboo
 """Name of bundled text -> the source whose documents it holds, or ``None`` for all."""
 HELD_OUT_PERCENT = 5
 """Of a local source without its own splits, this percentage of documents is validation, and as much again test."""
+
+
+def check_source(source: str, split: str) -> None:
+    """Refuse a text that can only be on this machine, where there is none; what the Hub holds is not asked.
+
+    Raises:
+        MxdError: there is no such text, or it has no such split.
+    """
+    if source.partition(":")[0] == "bundled":
+        if source not in BUNDLED:
+            raise unknown("bundled text", source, BUNDLED)
+        if split not in SPLITS:
+            raise unknown("split", split, SPLITS)
+    elif files := local_files(source, "text", DOCUMENTS):
+        if split not in SPLITS and not _of_split(files, split)[1]:
+            raise unknown("split", split, SPLITS)
+    elif names_a_path(source) or f"bundled:{source}" in BUNDLED or ("/" not in source and nearest(source, BUNDLED)):
+        meant = f"bundled:{source}" if f"bundled:{source}" in BUNDLED else source
+        raise MxdError(
+            f"there is no text {source!r} here; expected bundled, a file, a folder or a pattern of "
+            f"{', '.join(DOCUMENTS)}, or a Hub dataset org/name.{nearest(meant, BUNDLED)}"
+        )
 
 
 def documents(
@@ -54,7 +76,8 @@ def documents(
     Raises:
         MxdError: nothing is there, no such column or split, a file is damaged, or the Hub cannot be reached.
     """
-    if source.partition(":")[0] == "bundled":
+    check_source(source, split)
+    if source in BUNDLED:
         rows = file_rows([_bundled(source, split)])
         only = BUNDLED[source]
         return list(_texts((located for located in rows if only in (None, located[1]["source"])), column))
@@ -99,8 +122,6 @@ def _of_split(files: list[Path], split: str) -> tuple[list[Path], bool]:
 
 def _local(source: str, files: list[Path], split: str, column: str) -> Iterator[str]:
     files, named = _of_split(files, split)
-    if not named and split not in SPLITS:
-        raise unknown("split", split, SPLITS)
     empty = True
     for text in _texts(file_rows(files, column), column):
         if named or _hash_split(text) == split:

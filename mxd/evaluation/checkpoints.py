@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
-from mxd.artifacts.sets import base_model, named_layers, sets_of
+from mxd.artifacts.sets import base_model, check_base, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -18,6 +18,7 @@ from mxd.data.text import documents
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
+from mxd.questions import refusal
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def open_checkpoints(
     source, revision, dtype = base_model(loaded)
     text = _held_out(next(iter(loaded.values())), data or {})
     base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
+    base.check_context(text.context)
+    if isinstance(model, str):
+        check_base(base, loaded, "--model")
     return Subject(loaded, base, text)
 
 
@@ -155,7 +159,7 @@ def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(fields | dict(changes))
     except ValidationError as error:
-        raise MxdError(f"bad evaluation text: {error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from error
+        raise refusal(error) from error
 
 
 def _neurons(base: FrozenModel, trained: Trained) -> Trained:

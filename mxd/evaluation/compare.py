@@ -10,6 +10,9 @@ from typing import Any
 from mxd.common.files import read_json
 from mxd.common.progress import console
 from mxd.config import RunConfig
+from mxd.data.grouped import FIGURES
+from mxd.data.labelled import check_set
+from mxd.data.text import check_source
 from mxd.evaluation.checkpoints import open_checkpoints, save_results
 from mxd.evaluation.toxicity import check
 from mxd.planning.memory import check_memory, plan_run
@@ -29,12 +32,13 @@ def compare(config: RunConfig) -> Path:
     Raises:
         MxdError: as ``train`` and the evaluations; earlier answers stay.
     """
-    if "toxicity" in config.evaluation.questions:
-        check(config.evaluation.toxicity)
+    asked = config.evaluation
+    if "toxicity" in asked.questions:
+        check(asked.toxicity)
+    _check_texts(config)
     check_memory(config, plan_run(config))  # as ``train`` does, but before anything is loaded
     base = load_base(config)
     folder = train(config, resume=(config.folder / "config.yaml").exists(), model=base)
-    asked = config.evaluation
     open_questions = [question for question in asked.questions if not _answered(folder, question, asked)]
     if not open_questions:
         return folder
@@ -44,6 +48,22 @@ def compare(config: RunConfig) -> Path:
         results = import_module(f"mxd.evaluation.{question}").answer(subject, getattr(asked, question))
         save_results(results | {"compare": _settings(question, asked)}, _file(folder, question))
     return folder
+
+
+def _check_texts(config: RunConfig) -> None:
+    """Refuse held-out text and labelled sets that are not there, before anything is trained."""
+    asked = config.evaluation
+    if asked.split is not None:
+        check_source(config.data.source, asked.split)
+    sets = {
+        "probing": asked.probing.sets,
+        "masking": (asked.masking.domains,),
+        "ablation": (asked.ablation.set,),
+        "rewrite": () if asked.rewrite.set == FIGURES else (asked.rewrite.set,),
+    }
+    for question, sources in sets.items():
+        for source in sources if question in asked.questions else ():
+            check_set(source)
 
 
 def _answered(folder: Path, question: Question, asked: EvaluationConfig) -> bool:

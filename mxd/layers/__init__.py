@@ -5,9 +5,9 @@ A new method is one file here, its name in ``LAYERS`` and its class in ``AnyRepl
 
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
-from mxd.common.errors import MxdError, unknown
+from mxd.common.errors import MxdError, told, unknown
 from mxd.layers.base import ReplacementLayer
 from mxd.layers.config import Covariance, Initialisation, MLPShape, MLPWeights, ReplacementConfig
 from mxd.layers.gates import Code, Gate, PairCode
@@ -76,8 +76,8 @@ def parse_layer(fields: Any) -> ReplacementConfig:
         raise unknown("method", method, LAYERS)
     try:
         return TypeAdapter(LAYERS[method]).validate_python(fields)
-    except ValueError as error:
-        raise MxdError(f"bad {method} config: {error}") from error
+    except ValidationError as error:
+        raise MxdError(f"bad {method} config: {told(error)}") from error
 
 
 __all__ = [

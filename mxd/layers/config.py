@@ -80,7 +80,7 @@ def transcoder_params(d_in: int, d_out: int, width: int) -> int:
 class ReplacementConfig(BaseModel, ABC):
     """Fields common to all methods. ``None`` means: take it from the base MLP, or size it to the budget."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     reads: ClassVar[Literal["mlp_in", "mlp_out"]] = "mlp_in"
     """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""

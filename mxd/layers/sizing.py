@@ -4,7 +4,7 @@ from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, told
 from mxd.layers.config import ReplacementConfig, transcoder_params
 
 Match = Literal["exact", "paper"]
@@ -45,5 +45,4 @@ def size(config: C, expansion: int = 32, match: Match = "exact") -> C:
     try:
         return type(config).model_validate(config.model_dump() | {"num_units": units})
     except ValidationError as error:
-        said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise MxdError(f"{config.label}: {said}.") from error
+        raise MxdError(f"{config.label}: {told(error)}.") from error

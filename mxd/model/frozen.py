@@ -76,6 +76,19 @@ class FrozenModel:
             there = f"{self.num_blocks} blocks, 0 ... {self.num_blocks - 1}"
             raise MxdError(f"block {block} is out of range: {self.source} has {there}.")
 
+    def check_context(self, tokens: int) -> None:
+        """Check that the model has positions for a context of so many tokens.
+
+        Raises:
+            MxdError: it has fewer.
+        """
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and tokens > positions:
+            raise MxdError(
+                f"a context of {tokens:,} tokens is more than the {positions:,} positions of {self.source}; lower "
+                "data.context (--context)."
+            )
+
     def slot(self, block: int) -> tuple[nn.Module, str]:
         """Return the module and attribute that hold the block's MLP, so that ``setattr`` replaces it."""
         self.check_block(block)

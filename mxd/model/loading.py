@@ -3,7 +3,7 @@
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from mxd.common.bundled import bundled
+from mxd.common.bundled import MODELS as BUNDLED
+from mxd.common.bundled import bundled, check_model
 from mxd.common.errors import MxdError, first_line, unknown
-from mxd.common.hardware import free_memory
+from mxd.common.hardware import amount, free_memory
+from mxd.common.network import asking_hub
 from mxd.model.families import find_blocks
 from mxd.model.frozen import FrozenModel
 from mxd.model.vetting import ModelFiles, WeightCounts, bounded, find_weights, read_config
 
-BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
 """Dtypes of a base model's activations. ``int8``: weights of linear maps in 8 bits (LLM.int8()), all else float16."""
 
@@ -121,7 +122,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise MxdError(f"device {name!r} is not available ({first_line(error)}); choose auto, cpu or cuda.") from error
+        reason = "" if "Expected one of" in str(error) else f" ({first_line(error)})"
+        raise MxdError(f"device {name!r} is not available{reason}; choose auto, cpu or cuda.") from error
     return device
 
 
@@ -215,7 +217,7 @@ def _check_memory(weights: WeightCounts, dtype: str) -> None:
     free = free_memory(torch.device("cpu"))
     if size > free:
         raise ValueError(
-            f"its {weights.values:,} values need {size / 2**30:.1f} GiB in {dtype}, and {free / 2**30:.1f} GiB of "
+            f"its {weights.values:,} values need {amount(size)} in {dtype}, and {amount(free)} of "
             "memory are free; choose bfloat16 (model.dtype), or a smaller model"
         )
 
@@ -240,11 +242,10 @@ def _try_out(module: Any, tokenizer: Any) -> None:
 def _find_model(name: str, revision: str | None, trust: bool, local: bool) -> ModelFiles:
     """Return where a model's files are, and at which commit."""
     path = Path(name)
+    check_model(name)
     if name in BUNDLED:
         return ModelFiles(str(bundled(name)))
-    if name.endswith(".gguf"):
-        if not path.is_file():
-            raise MxdError(f"no GGUF file at {name!r}; `python scripts/fetch_models.py` fetches SmolLM2-135M.")
+    if name.endswith(".gguf") and path.is_file():
         _need_gguf()
         return ModelFiles(str(path.parent), gguf=path, trust_remote_code=trust)
     if path.is_dir():
@@ -266,7 +267,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
     if name in BUNDLED:  # loaded before anybody could read a bar
         logging.disable_progress_bar()
     try:
-        yield
+        with asking_hub() if not Path(name).exists() and name not in BUNDLED else nullcontext():
+            yield
     except MxdError:
         raise
     except BaseException as error:  # malformed files make transformers raise anything, even non-Exceptions
@@ -278,7 +280,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
         if not isinstance(error, _EXPECTED):
             reason = f"transformers cannot read its files ({type(error).__name__}: {reason})"
         hint = _CHOICES if isinstance(error, OSError) else ""
-        raise MxdError(f"cannot load base model {name!r}: {part}{reason}{hint}") from error
+        here = "" if Path(name).exists() or name in BUNDLED else "there is no folder of that name here, and the Hub: "
+        raise MxdError(f"cannot load base model {name!r}: {here}{part}{reason}{hint}") from error
     finally:
         logging.enable_progress_bar()
 

@@ -16,14 +16,18 @@ Replacements = Mapping[str, tuple[int, ReplacementConfig]]
 
 
 def blocks_of(config: RunConfig, base: FrozenModel) -> tuple[int, ...]:
-    """Return the numbers of a run's blocks, where its config may say ``all``.
+    """Return the numbers of a run's blocks, where its config may say ``all`` or count from the end.
 
     Raises:
-        MxdError: the base model has no such block.
+        MxdError: the base model has no such block, or one is named twice.
     """
-    numbers = tuple(range(base.num_blocks)) if config.blocks == "all" else config.blocks
+    if config.blocks == "all":
+        return tuple(range(base.num_blocks))
+    numbers = tuple(n + base.num_blocks if -base.num_blocks <= n < 0 else n for n in config.blocks)
     for number in numbers:
         base.check_block(number)
+    if len(set(numbers)) < len(numbers):
+        raise MxdError(f"blocks {list(config.blocks)} name a block twice: {base.source} has {base.num_blocks} blocks.")
     return numbers
 
 
@@ -82,7 +86,7 @@ def parallel_layout(plans: Replacements, world: int, batch_tokens: int, groups: 
         MxdError: the processes cannot form that many groups, or a group cannot divide a batch equally.
     """
     possible = [n for n in range(1, world + 1) if world % n == 0 and n <= len(plans)]
-    count = groups or possible[-1]
+    count = possible[-1] if groups is None else groups
     if count not in possible:
         raise MxdError(
             f"{world} processes that train {len(plans)} replacements cannot make {count} groups; choose one of "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.common.hardware import free_disk, free_memory
+from mxd.common.hardware import amount, free_disk, free_memory
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
 from mxd.config import RunConfig
@@ -302,13 +302,13 @@ def check_memory(config: RunConfig, plan: Plan, lower: str = LOWER) -> None:
         phase, needed = peak(phases)
         if needed > free:
             raise MxdError(
-                f"the run needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on {name}: "
+                f"the run needs {amount(needed)} and {amount(free)} are free on {name}: "
                 f"{_listed(phases[phase])} (while {phase}). {lower}{_divided(plan.fitting)}."
             )
     free, written = free_disk(config.folder), sum(plan.disk.values())
     if written > free:
         raise MxdError(
-            f"the run writes {written / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free at {config.folder}: "
+            f"the run writes {amount(written)} and {amount(free)} are free at {config.folder}: "
             f"{_listed(plan.disk)}. Choose another folder with --out, or train fewer or smaller replacements at a time."
         )
 
@@ -322,7 +322,7 @@ def _divided(groups: Sequence[Sequence[int]]) -> str:
 def _listed(parts: Mapping[str, int]) -> str:
     """Return the parts of more than 2%, largest first."""
     shown = sorted(((n, part) for part, n in parts.items() if n > sum(parts.values()) // 50), reverse=True)
-    return ", ".join(f"{part} {n / 2**30:.2f}" for n, part in shown)
+    return ", ".join(f"{part} {amount(n)}" for n, part in shown)
 
 
 def prepare(
@@ -361,7 +361,7 @@ def prepare(
     parts = f", each batch in {number} parts" if number > 1 else ""
     console.print(
         f"{len(plan.replacements)} replacements, {plan.params:,} parameters{one}{parts}; memory on {plan.device}: "
-        f"{needed / 2**30:.2f} GiB while {phase}",
+        f"{amount(needed)} while {phase}",
         soft_wrap=True,
     )
     return config, plan

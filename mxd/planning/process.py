@@ -72,6 +72,7 @@ def base_process(config: RunConfig, model: Any = None) -> BaseProcess:
         trust_remote_code=config.model.trust_remote_code,
     )
     dtype = config.model.dtype if loaded is None else loaded.dtype
+    shape.check_context(config.data.context)
     shape.module.to(DTYPES.get(dtype, torch.float32))
     tensors = [*shape.module.parameters(), *shape.module.buffers()]
     weights = sum(t.numel() * t.element_size() for t in tensors)

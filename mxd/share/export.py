@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import FORMAT
 from mxd.artifacts.provenance import versions
-from mxd.artifacts.sets import named_layers, only_set, sets_of
+from mxd.artifacts.sets import check_base, named_layers, only_set, sets_of
 from mxd.assets.modeling_spliced import FORWARDS
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError, printable, unknown
@@ -45,7 +45,7 @@ def export_model(
     Args:
         model: a ``FrozenModel`` or a loaded Hugging Face model.
         replacements: block number -> layer, what ``load_layer`` returned, or a path or Hub reference for it.
-        out: the folder: new, empty, or an earlier export.
+        out: the folder: new or empty.
         check: compare provenance with the model.
 
     Raises:
@@ -57,8 +57,7 @@ def export_model(
     if not loaded:
         raise MxdError("nothing to export: give at least one replacement.")
     code = _code(frozen)
-    if not _replaceable(out):
-        raise MxdError(f"{out} exists and holds something else; choose another folder.")
+    _check_free(out)
     module: Any = frozen.module
     base_size = _size(module.state_dict().values())
     with spliced(frozen, loaded, check=check), atomic_folder(out) as partial:
@@ -93,6 +92,7 @@ def export_checkpoints(
     Raises:
         MxdError: a damaged checkpoint, two for the same block, several sets, different dtypes, or as ``export_model``.
     """
+    _check_free(Path(out))
     loaded = only_set(sets_of(named_layers(checkpoints)), named)
     trained_on = {
         (t.provenance.revision if t.provenance.model == model else None, t.provenance.model_dtype)
@@ -103,7 +103,9 @@ def export_checkpoints(
             f"the checkpoints were trained on different revisions or dtypes: {sorted(map(str, trained_on))}."
         )
     revision, dtype = trained_on.pop()
-    return export_model(load_frozen(model, revision=revision, dtype=dtype, device="cpu"), loaded, out)
+    base = load_frozen(model, revision=revision, dtype=dtype, device="cpu")
+    check_base(base, {str(trained.path): trained for trained in loaded.values()}, "MODEL")
+    return export_model(base, loaded, out)
 
 
 def _code(model: FrozenModel) -> str:
@@ -208,16 +210,10 @@ def _size_line(size: Mapping[str, Mapping[str, int]]) -> str:
     return f"{own}, {size['spliced']['bytes'] / size['base']['bytes']:.2f} times the base model's {base}"
 
 
-def _replaceable(out: Path) -> bool:
-    """Whether exporting may write here: to a new path, an empty folder, or over an earlier export."""
-    if not out.exists():
-        return True
-    if not out.is_dir():
-        return False
-    if not any(out.iterdir()):
-        return True
-    config = read_json(out / "config.json") if (out / "config.json").is_file() else {}
-    return isinstance(config, dict) and config.get("architectures") == [MODEL_CLASS]
+def _check_free(out: Path) -> None:
+    """Refuse to write over anything."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise MxdError(f"{out} exists and is not an empty folder; choose another, or remove it first.")
 
 
 def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP], size: Mapping[str, Mapping[str, int]]) -> str:

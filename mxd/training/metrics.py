@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mxd.common.errors import MxdError, first_line
 from mxd.common.files import atomic_file, settle, writing
 from mxd.common.parsing import parse_json
 from mxd.common.processes import Processes
@@ -126,7 +127,11 @@ class Metrics:
     def begin(self, step: int) -> None:
         """Start the trackers, and the clock of the first report; ``step`` is the last finished one."""
         if self.config.training.trackers:
-            self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
+            try:
+                self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))
+            except Exception as error:  # each tracker has errors of its own: no key, no server
+                names = ", ".join(self.config.training.trackers)
+                raise MxdError(f"cannot start the trackers {names}: {first_line(error)}") from error
         self.clock, self.clock_step = time.monotonic(), step
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
+from mxd.common.progress import console
 from mxd.config import RunConfig, plain_config, recorded
 from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches, locating
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
@@ -144,7 +145,8 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
     data = config.data
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
-    return token_contexts(
+    base.check_context(data.context)
+    contexts = token_contexts(
         documents(data.source, data.split, data.column, data.streaming, config.seed, data.part),
         base.tokenizer,
         data.context,
@@ -153,6 +155,14 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
         vocabulary=base.vocabulary,
         begin=start.bookmark if start is not None else None,
     )
+    tokens = len(contexts.rows) * data.context if isinstance(contexts, Finite) else config.training.tokens
+    if tokens < config.training.tokens and (start is None or not start.context):
+        console.print(
+            f"The text holds {tokens:,} tokens, so the run reads it {config.training.tokens / tokens:.1f} times.",
+            soft_wrap=True,
+            highlight=False,
+        )
+    return contexts
 
 
 def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: RankPart) -> Iterator[Batch]:

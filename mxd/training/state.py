@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, said
 from mxd.common.files import (
     atomic_file,
     clear_partials,
@@ -246,7 +246,7 @@ def _verified(path: Path) -> State:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
-        problem = first["msg"].removeprefix("Value error, ")
+        problem = said(first)
         raise _Damaged(f"{name}: {where}: {problem}" if where else f"{name}: {problem}") from error
     expected = {"state.json", *(f"{part}.safetensors" for part in info.counted)}
     if manifest.files.keys() != expected:

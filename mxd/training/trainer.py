@@ -167,6 +167,16 @@ def as_recorded(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"accumulation": number})})
 
 
+def _told_apart(config: RunConfig, existing: Path) -> str:
+    """Say where the run that a folder holds differs from this one."""
+    try:
+        before, config = plain_config(load_config(existing)), as_recorded(config)
+    except MxdError:
+        return ""
+    changed = differences(before, plain_config(config))
+    return f", with other settings ({'; '.join(changed)})" if changed else ", with these very settings"
+
+
 def claim(config: RunConfig, resume: bool, command: str) -> None:
     """Refuse to mix two runs in one folder.
 
@@ -183,7 +193,8 @@ def claim(config: RunConfig, resume: bool, command: str) -> None:
     others = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
     if others and not resume:
         raise MxdError(
-            f"{folder} already holds a run. Continue it with --resume, or choose another name with --run NAME."
+            f"{folder} already holds a run{_told_apart(config, existing)}. Continue it with --resume, or choose "
+            "another name with --run NAME."
         )
     if resume and not existing.exists():
         raise MxdError(f"nothing to resume in {folder}: there is no config.yaml. Start without --resume.")

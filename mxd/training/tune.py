@@ -16,6 +16,7 @@ from mxd.artifacts.folders import layer_name, read_config
 from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.sets import base_model, named_layers
 from mxd.common.errors import MxdError, typed
+from mxd.common.hardware import amount
 from mxd.common.lock import locked
 from mxd.common.processes import Processes, launched
 from mxd.common.progress import console
@@ -30,6 +31,7 @@ from mxd.planning.layout import plan_layers
 from mxd.planning.memory import check_memory
 from mxd.planning.plan import peak
 from mxd.planning.tuning import LOWER, plan_tuning
+from mxd.questions import refusal
 from mxd.splice import check_provenance, check_siblings
 from mxd.training.optimizers import Optimizer
 from mxd.training.phases import at_once
@@ -156,8 +158,7 @@ def tune_config(
     try:
         return RunConfig.model_validate(fields | {"training": tuning_as_training(how)}), layers
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise MxdError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+        raise refusal(error) from error
 
 
 def _tune(
@@ -194,7 +195,7 @@ def _tune(
     doing, needed = peak(plan.memory)
     said = f"{len(ordered)} layers in {len(sets)} set{'s' if len(sets) > 1 else ''}, {plan.params:,} parameters"
     recipe = f"{how.loss} + {how.nmse:g} NMSE, {how.tokens:,} tokens, {how.batch_tokens:,} a step, rate {how.lr:g}"
-    memory = f"memory on {plan.device}: {needed / 2**30:.2f} GiB while {doing}"
+    memory = f"memory on {plan.device}: {amount(needed)} while {doing}"
     console.print(f"{said}; {recipe}; {memory}", soft_wrap=True)
     TuneLoop(
         phase,

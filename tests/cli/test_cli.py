@@ -129,7 +129,7 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
         (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no column 'body'"),
         (["evaluate"], "at least one checkpoint"),
         (["evaluate", "nowhere"], "no checkpoint"),
-        (["evaluate", "nowhere", "--tokens", "0"], "tokens is '0'; input should be greater than 0."),
+        (["evaluate", "nowhere", "--tokens", "0"], "tokens: expected a number greater than 0, got '0'."),
         (["info", "nowhere"], "no checkpoint"),
     ],
 )

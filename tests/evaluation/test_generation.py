@@ -362,8 +362,8 @@ def test_bad_sets_are_refused_before_anything_runs(trained_gpt2):
     [
         (["one two three"], {}, "no text has 4 words"),
         ([], {}, "no text has 4 words"),
-        (["one"], {"words": 0}, "words is 0; input should be greater than 0"),
-        (["one"], {"words": 1, "limit": 0}, "limit is 0; input should be greater than 0"),
+        (["one"], {"words": 0}, "words: expected a number greater than 0, got 0"),
+        (["one"], {"words": 1, "limit": 0}, "limit: expected a number greater than 0, got 0"),
     ],
 )
 def test_texts_that_give_no_prompts(tokenizer, texts, options, message):

@@ -333,12 +333,12 @@ def test_an_mlp_of_unknown_form_has_no_neurons_to_compare_with(build_model, toke
 def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layer = {"tc": trained_layer(gpt2)}
     for options, message in (
-        ({"limit": 0}, "limit is 0; input should be greater than 0"),
+        ({"limit": 0}, "limit: expected a number greater than 0, got 0"),
         ({"candidates": 0}, "candidates is 0"),
-        ({"context": 5}, "context is 5; input should be greater than or equal to 6"),
+        ({"context": 5}, "context: expected a number of at least 6, got 5"),
         ({"sets": ()}, "sets is "),
-        ({"level": "text"}, "level is 'text'; input should be 'sample', 'span' or 'token'"),
-        ({"side": "middle"}, "side is 'middle'; input should be 'first' or 'last'"),
+        ({"level": "text"}, "level: expected sample, span or token, got 'text'"),
+        ({"side": "middle"}, "side: expected first or last, got 'middle'"),
     ):
         with pytest.raises(MxdError, match=message):
             checked(ProbingConfig, **options)

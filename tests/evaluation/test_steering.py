@@ -396,16 +396,16 @@ def test_a_local_judge_is_asked_by_its_chat_template_and_stops_at_eos(gpt2, monk
 def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layers = {"a": trained_layer(gpt2)}
     for options, message in (
-        ({"samples": 0}, "samples is 0; input should be greater than 0"),
+        ({"samples": 0}, "samples: expected a number greater than 0, got 0"),
         ({"tokens": 0}, "tokens is 0"),
         ({"repeats": 0}, "repeats is 0"),
         ({"first": 0}, "first is 0"),
-        ({"top_p": 0.0}, "top_p is 0.0; input should be greater than 0"),
-        ({"top_p": 1.1}, "top_p is 1.1; input should be less than or equal to 1"),
+        ({"top_p": 0.0}, "top_p: expected a number greater than 0, got 0.0"),
+        ({"top_p": 1.1}, "top_p: expected a number of at most 1, got 1.1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"at": "gate"}, "at is 'gate'; input should be 'output' or 'input'"),
-        ({"on": "both"}, "on is 'both'; input should be 'replacement' or 'base'"),
-        ({"rubric": "mine"}, "rubric is 'mine'; input should be 'paraphrase' or 'paper'"),
+        ({"at": "gate"}, "at: expected output or input, got 'gate'"),
+        ({"on": "both"}, "on: expected replacement or base, got 'both'"),
+        ({"rubric": "mine"}, "rubric: expected paraphrase or paper, got 'mine'"),
         ({"prompts": 1}, "prompts is 1; extra inputs are not permitted"),
     ):
         with pytest.raises(MxdError, match=message):
@@ -466,7 +466,7 @@ def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint,
         (("--judge", "http://127.0.0.1:9"), "got 1 --judge, 0 --judge-model and 1 --judge-key: give each --judge URL"),
         (("--judge-model", "m"), "got 0 --judge, 1 --judge-model"),
         (("--judge-key", "A", "--judge-key", "B"), "and 2 --judge-key"),
-        (("--rubric", "mine"), "rubric is 'mine'; input should be 'paraphrase' or 'paper'"),
+        (("--rubric", "mine"), "rubric: expected paraphrase or paper, got 'mine'"),
         (("--units", "0-99999999999"), "expected 100,000 numbers at most"),
         (("--units", "3-x"), "--units is '3-x'; expected numbers and ranges such as 3,17,40-49"),
         (("--units", "99"), "has units 0 ... 23; got 99"),

@@ -183,7 +183,7 @@ def test_a_random_k_is_its_mean_here(gpt2):
 def test_mistakes_are_named(gpt2, rows):
     one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
     for field in ("tokens", "experts"):
-        with pytest.raises(MxdError, match=f"{field} is 0; input should be greater than 0"):
+        with pytest.raises(MxdError, match=f"{field}: expected a number greater than 0, got 0"):
             checked(StructureConfig, **{field: 0})
     with pytest.raises(MxdError, match="tokens is 0; expected at least 1"):
         next(streamed(contexts_of(rows), 0))

@@ -337,9 +337,9 @@ def test_shares_are_fractions_or_decimals():
 
 def test_mistakes_are_named(gpt2, rows):
     for fields, message in (
-        ({"keep": (1.5,)}, r"keep\.0 is 1\.5; input should be less than or equal to 1"),
-        ({"draws": 1}, "draws is 1; input should be greater than or equal to 2"),
-        ({"modes": ("text",)}, r"modes\.0 is 'text'; input should be 'token'"),
+        ({"keep": (1.5,)}, r"keep\.0: expected a number of at most 1, got 1\.5"),
+        ({"draws": 1}, "draws: expected a number of at least 2, got 1"),
+        ({"modes": ("text",)}, r"modes\.0: expected token"),
     ):
         with pytest.raises(MxdError, match=message):
             checked(SubsetConfig, **fields)
@@ -367,6 +367,6 @@ def test_the_command_writes_what_it_shows_and_the_page_shows_it(trained_gpt2, tm
 
 
 def test_a_bad_share_is_one_line(capsys):
-    for keep, said in (("2", "keep.0 is 2.0; input should be less than or equal to 1."), ("a", "--keep is 'a'; ")):
+    for keep, said in (("2", "keep.0: expected a number of at most 1, got 2.0."), ("a", "--keep is 'a'; ")):
         code, out, err = mxd(capsys, "subset", "x", "--keep", keep)
         assert code == 1 and said in err and not out

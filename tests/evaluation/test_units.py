@@ -182,8 +182,8 @@ def test_mistakes_are_named(gpt2, trained_gpt2, rows):
     one = {"a": trained_on(gpt2, 1, layer_for(gpt2, 1))}
     for options, message in (
         ({"units": [UNITS]}, r"a has units 0 \.\.\. 39, got 40"),
-        ({"tokens": 0}, "tokens is 0; input should be greater than 0"),
-        ({"contexts": 0}, "contexts is 0; input should be greater than 0"),
+        ({"tokens": 0}, "tokens: expected a number greater than 0, got 0"),
+        ({"contexts": 0}, "contexts: expected a number greater than 0, got 0"),
     ):
         with pytest.raises(MxdError, match=message):
             units = options.pop("units", None)

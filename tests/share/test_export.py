@@ -449,7 +449,7 @@ def test_other_folders_are_left_alone(gpt2, tmp_path):
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for place in (saved, tmp_path / "other", tmp_path / "file"):
-        with pytest.raises(MxdError, match="exists and holds something else"):
+        with pytest.raises(MxdError, match="exists and is not an empty folder"):
             export_model(gpt2, {1: layer}, place)
     assert (tmp_path / "other" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "mine"
 

@@ -96,7 +96,7 @@ class Sparsity(nn.Module, ABC):
 class SparsityConfig(BaseModel, ABC):
     """Fields common to all kinds: none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     general: ClassVar[bool] = True
     """Whether it works with every method whose gate gives one score for each unit (one head)."""

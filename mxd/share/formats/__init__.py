@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mxd.artifacts.checkpoint import Trained, save_layer
 from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.tensors import fit_tensors
-from mxd.common.errors import MxdError, unknown
+from mxd.common.errors import MxdError, told, unknown
 from mxd.data.activations import activation_batches
 from mxd.data.contexts import Contexts
 from mxd.layers.transcoder import Transcoder
@@ -278,7 +278,7 @@ def _provenance(item: Incoming, base: FrozenModel, number: int) -> Provenance:
     try:
         recorded = Provenance.model_validate(item.provenance)
     except ValidationError as error:
-        raise MxdError(f"{item.where}: what mxd left in the config is damaged: {error}") from error
+        raise MxdError(f"{item.where}: what mxd left in the config is damaged: {told(error)}") from error
     if (recorded.block, recorded.fingerprint) != (number, fingerprint):
         raise MxdError(
             f"{item.where} was trained for block {recorded.block} of {recorded.model!r} (MLP fingerprint "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
-from mxd.common.errors import MxdError, unknown
+from mxd.common.errors import MxdError, told, unknown
 from mxd.common.files import read_text, regular
 from mxd.common.parsing import parse_json, parse_yaml
 from mxd.layers import Code, ReplacementConfig
@@ -138,8 +138,7 @@ def read_tool_config(path: Path, kind: type[C]) -> C:
         text = read_text(path, MAX_CONFIG_BYTES)
         return kind.model_validate(parse_yaml(text) if path.suffix == ".yaml" else parse_json(text))
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise MxdError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
+        raise MxdError(f"{path}: {told(error)}.") from error
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}") from error
 
@@ -211,7 +210,7 @@ def as_transcoder(
     try:
         config = TranscoderConfig(d_in=d, d_out=o, num_units=n, skip="skip" in weights, sparsity=sparsity)
     except ValidationError as error:
-        raise MxdError(f"{where}: {error.errors(include_url=False)[0]['msg']}.") from error
+        raise MxdError(f"{where}: {told(error)}.") from error
     return config, {name: tensor.contiguous() for name, tensor in weights.items()}
 
 

@@ -23,7 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mxd.common.errors import MxdError
+from mxd.common.errors import MxdError, told
 from mxd.layers.config import Activation, ReplacementConfig
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import AnySparsity, ReLUL1Config, TopKConfig
@@ -165,7 +165,7 @@ def _mxd(where: str, cfg: Mapping[str, Any], state: dict[str, Tensor]) -> tuple[
     try:
         config = MxDConfig(activation=ACTIVATIONS[activation], sparsity=_sparsity(cfg), **fields)
     except ValidationError as error:
-        raise MxdError(f"{where}: {error.errors(include_url=False)[0]['msg']}.") from error
+        raise MxdError(f"{where}: {told(error)}.") from error
     return config, tensors
 
 
