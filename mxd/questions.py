@@ -82,8 +82,9 @@ class Settings(BaseModel):
             )
         annotation = cls.model_fields[info.field_name or ""].annotation
         if get_origin(annotation) is tuple and isinstance(value, str | int | float):
-            words = isinstance(value, str) and get_args(annotation)[0] is not str
-            return [part.strip() for part in value.split(",")] if words else [value]
+            if isinstance(value, str) and get_args(annotation)[0] is not str:
+                return [part.strip() for part in value.split(",")]
+            return [value]
         return value
 
 

@@ -312,7 +312,7 @@ def test_lists_that_make_too_many_replacements_are_refused_before_they_are_made(
 
 @pytest.mark.parametrize("recipe", [["paper"], {}, None, 1])
 def test_a_recipe_that_is_no_name_is_refused(recipe):
-    with pytest.raises(MxdError, match=r"training.recipe: Input should be 'paper', 'short', 'fast' or 'scaled'"):
+    with pytest.raises(MxdError, match=r"training.recipe: expected paper, short, fast or scaled"):
         parse_config(CONFIG | {"training": {"recipe": recipe}})
 
 

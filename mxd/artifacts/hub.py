@@ -349,18 +349,15 @@ def _explain(errors: Sequence[BaseException], reference: HubReference, doing: st
     if (refused := of(HfHubHTTPError)) is not None:
         return _explain_status(refused, reference, doing)
     here = f"there is no folder {replace(reference, revision=None)} here, " if doing == "download" else ""
+    also = "and " if here else ""
     if of(OfflineModeIsEnabled) and not constants.HF_HUB_OFFLINE:
-        return (
-            f"{here}the Hub ({endpoint}) cannot be reached, and {reference} is not complete in the local cache. Check "
-            "the network, or use a local folder."
-        )
+        return f"{here}{also}the Hub ({endpoint}) cannot be reached. Check the network. {AGAIN[doing]}"
     if of(OfflineModeIsEnabled):
         return (
             f"{here}offline mode is on (HF_HUB_OFFLINE), and {reference} is not complete in the local cache. "
             "Unset HF_HUB_OFFLINE, or use a local folder."
         )
     if (lost := of(HTTPError)) is not None:
-        also = "and " if here else ""
         return f"{here}{also}the connection to {endpoint} failed ({_line(lost)}). Check the network. {AGAIN[doing]}"
     if of(LocalEntryNotFoundError):
         return f"{reference} is not complete in the local cache. Leave local_files_only out to download it."

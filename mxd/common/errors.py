@@ -165,7 +165,9 @@ def said(problem: Mapping[str, Any]) -> str:
         tag = about["discriminator"].strip("'_()")
         return f"it has no field {tag!r}, which says what it is"
     words = _EXPECTED.get(kind, str(problem.get("msg", "")).removeprefix("Input should be ")).format_map(about)
-    if kind == "literal_error":
+    if kind == "literal_error" and not choices:  # numbers
+        words = about["expected"]
+    elif kind == "literal_error":
         words = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
     shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:80]}..."
     return f"expected {words}, got {shown}" + (f".{nearest(got, choices)}" if nearest(got, choices) else "")

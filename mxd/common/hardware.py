@@ -12,12 +12,13 @@ LENGTH = 0.3
 
 
 def amount(size: float) -> str:
-    """Say a number of bytes: in GiB, or in MiB where there is less than one.
+    """Say a number of bytes: in GiB, or where there is less than one in MiB or KiB.
 
-    >>> amount(2**20), amount(3 * 2**29)
-    ('1 MiB', '1.5 GiB')
+    >>> amount(2**10), amount(2**20), amount(3 * 2**29)
+    ('1.0 KiB', '1.0 MiB', '1.5 GiB')
     """
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20):.0f} MiB"
+    unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if size >= pair[0]), (2**10, "KiB"))
+    return f"{size / unit:.1f} {name}"
 
 
 def free_memory(device: torch.device) -> int:

@@ -371,8 +371,9 @@ def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
     """Return a whole tensor, which every process has, sharded over the processes as ``model`` is."""
     if model is None or not hasattr(model, "placements"):
         return tensor
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
+    assert isinstance(model, DTensor)
     moved = tensor.to(model.device, model.dtype)
     return distribute_tensor(moved, model.device_mesh, model.placements, src_data_rank=None)
 

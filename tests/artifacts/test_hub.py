@@ -485,7 +485,7 @@ def use_token(token):
 
 
 PULL = {
-    "no network": (refuse_connections, "org/one", "connection to http://127.0.0.1:.* failed .*Check the network"),
+    "no network": (refuse_connections, "org/one", r"Hub \(http://127.0.0.1:.*\) cannot be reached.*Check the network"),
     "offline": (
         lambda hub, monkeypatch: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True),
         "org/one",
@@ -542,7 +542,7 @@ def test_a_failed_download_is_one_line_and_leaves_nothing(hub, single, capsys, m
 
 
 PUSH = {
-    "no network": (refuse_connections, "org/one", "connection to http://127.0.0.1:.* failed .*Check the network"),
+    "no network": (refuse_connections, "org/one", r"Hub \(http://127.0.0.1:.*\) cannot be reached.*Check the network"),
     "offline": (
         lambda hub, monkeypatch: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True),
         "org/one",

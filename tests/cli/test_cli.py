@@ -180,7 +180,7 @@ def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkey
     def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mxd.config.load_config", stop)
+    monkeypatch.setattr("mxd.config.parse_config", stop)
     assert mxd(capsys, "train", str(config)) == (130, "", "mxd: interrupted\n")
 
 
@@ -215,10 +215,30 @@ def test_help_version_and_fields(capsys: pytest.CaptureFixture) -> None:
     assert mxd(capsys, "no-such-command")[0] != 0
 
 
-def test_help_needs_no_torch() -> None:
-    script = "import sys, mxd.cli; sys.argv = ['mxd', '--help']\ntry: mxd.cli.main()\nexcept SystemExit: pass\n"
-    script += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+def test_help_and_what_shows_at_once_need_no_torch(config: Path) -> None:
+    lines = f"""
+        --help
+        train nowhere.yaml
+        train {config} --training.tokens
+        train {config} --resmue
+        train {config} --model.source ./nowhere
+        train {config} --data.source nowhere.txt
+        train {config} --data.split valid
+        evaluate nowhere
+        evaluate {config.parent}
+        evaluate {config} --out {config.parent}
+        steer {config} --scale nan
+        steer {config} --units 0-
+    """
+    script = f"""import sys, mxd.cli
+for line in {lines!r}.strip().splitlines():
+    sys.argv = ["mxd", *line.split()]
+    try: mxd.cli.main()
+    except SystemExit as stop: assert bool(stop.code) == ("--help" not in line), line
+    assert not {{"torch", "transformers"}} & set(sys.modules), line
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -397,7 +397,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layers = {"a": trained_layer(gpt2)}
     for options, message in (
         ({"samples": 0}, "samples: expected a number greater than 0, got 0"),
-        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": 0}, "tokens: expected a number greater than 0, got 0"),
         ({"repeats": 0}, "repeats is 0"),
         ({"first": 0}, "first is 0"),
         ({"top_p": 0.0}, "top_p: expected a number greater than 0, got 0.0"),

@@ -150,7 +150,7 @@ def test_a_constant_gate(randomise):
 
 @pytest.mark.parametrize("method", ["linear", "low_rank"])
 def test_only_one_unit_that_is_always_on(method):
-    with pytest.raises(MxdError, match="Input should be 1"):
+    with pytest.raises(MxdError, match="num_units: expected 1, got 2"):
         parse_layer({"method": method, "num_units": 2})
     with pytest.raises(MxdError, match=r"sparsity topk does not work with .*; choose always"):
         parse_layer({"method": method, "sparsity": {"kind": "topk", "k": 1}})

@@ -272,7 +272,7 @@ def test_a_module_may_hold_what_its_weights_account_for():
 def test_weights_larger_than_the_memory_are_refused(folder, monkeypatch):
     monkeypatch.setattr("mxd.model.loading.free_memory", lambda device: 10_000)
     at = folder()
-    refused(at, r"its 4,096 values need 0.0 GiB in float32, and 0.0 GiB of memory are free; choose bfloat16")
+    refused(at, r"its 4,096 values need 16.0 KiB in float32, and 9.8 KiB of memory are free; choose bfloat16")
     monkeypatch.setattr("mxd.model.loading.free_memory", lambda device: 2 * 4_096)
     assert load_frozen(at, dtype="bfloat16", device="cpu").dtype == "bfloat16"
 

@@ -199,11 +199,11 @@ def test_what_cannot_fit_is_refused_with_its_parts(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(plan_module, "free_memory", lambda device: needed)
     check_memory(config, plan)
     monkeypatch.setattr(plan_module, "free_memory", lambda device: needed - 1)
-    with pytest.raises(MxdError, match=r"GiB are free on cpu: .*activations \d.*Lower training.buffer_tokens"):
+    with pytest.raises(MxdError, match=r"iB are free on cpu: .*activations \d.*Lower training.buffer_tokens"):
         check_memory(config, plan)
     monkeypatch.undo()
     monkeypatch.setattr(plan_module, "free_disk", lambda folder: sum(plan.disk.values()) - 1)
-    with pytest.raises(MxdError, match=r"GiB are free at .*3 states \d.*Choose another folder"):
+    with pytest.raises(MxdError, match=r"iB are free at .*3 states \d.*Choose another folder"):
         check_memory(config, plan)
     beside = replace(plan, memory={"a": {"b": 1}}, host={"a": {"b": 2**60}})
     with pytest.raises(MxdError, match="free on the host"):

@@ -199,9 +199,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change(tmp_path: Path, monkeypa
     config = to_tune(tmp_path)
     plan = plan_tuning(config)
     monkeypatch.setattr(memory_module, "free_memory", lambda device: peak(plan.memory)[1] - 1)
-    said = (
-        r"GiB are free on cpu: .*largest step \d.*\(while tuning\)\. Raise accumulation \(--accumulation\), set check"
-    )
+    said = r"iB are free on cpu: .*largest step \d.*\(while tuning\)\. Raise accumulation \(--accumulation\), set check"
     with pytest.raises(MxdError, match=said):
         check_memory(config, plan, LOWER)
     folder = untrained(tmp_path, config)

@@ -364,13 +364,15 @@ def test_a_tokenizer_that_writes_a_folder(build_model, tokenizer, tmp_path):
     assert any(path.is_dir() for path in folder.iterdir())
 
 
-def test_a_later_export_takes_the_place_of_an_earlier_one(gpt2, ids, tmp_path):
+def test_an_empty_folder_is_written_to_and_an_earlier_export_is_not(gpt2, ids, tmp_path):
     (tmp_path / "out").mkdir()  # empty
-    for layers in ({1: replacement(gpt2, 1)}, {2: replacement(gpt2, 2, "mxd")}):
-        with spliced(gpt2, layers):
-            expected = gpt2.logits(ids)
-        module = load(export_model(gpt2, layers, tmp_path / "out"))
-        torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
+    layers = {1: replacement(gpt2, 1)}
+    with spliced(gpt2, layers):
+        expected = gpt2.logits(ids)
+    module = load(export_model(gpt2, layers, tmp_path / "out"))
+    torch.testing.assert_close(logits_of(module, ids), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(MxdError, match="out exists and is not an empty folder; choose another, or remove it first"):
+        export_model(gpt2, {2: replacement(gpt2, 2, "mxd")}, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

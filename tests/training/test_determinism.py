@@ -27,7 +27,13 @@ def trained(tmp_path, gpt2):
     (tmp_path / "train.txt").write_text("Some words that a model reads, again and again. " * 60)
 
     def run(name, **training):
-        training = {"tokens": 256, "batch_tokens": 64, "buffer_tokens": 128, "clip_norm": 1.0} | training
+        training = {
+            "recipe": "short",
+            "tokens": 256,
+            "batch_tokens": 64,
+            "buffer_tokens": 128,
+            "clip_norm": 1.0,
+        } | training
         raw = {"run": name, "out": str(tmp_path), "blocks": [1], "replacements": METHODS}
         raw |= {"data": {"source": str(tmp_path / "train.txt"), "split": "train", "context": 16}, "training": training}
         folder = train(parse_config(raw), model=gpt2)

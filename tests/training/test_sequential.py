@@ -344,7 +344,7 @@ def test_what_is_there_is_the_runs_own_whole_layer_or_refused(whole, gpt2, tmp_p
         ({"replacements": [ONE | {"sparsity": {"kind": "topk", "k": [4, 8]}}]}, "this config has 2 for each"),
         ({"data": {"cache": "c"}}, "data.cache holds activations of the base model"),
         ({"training": {"inputs": "base", "targets": "base"}}, "targets: base is for inputs: spliced"),
-        ({"training": {"inputs": "tuned"}}, "'base' or 'spliced'"),
+        ({"training": {"inputs": "tuned"}}, "training.inputs: expected base or spliced, got 'tuned'"),
         (
             {"replacements": [{"method": "topk_sae", "sparsity": {"kind": "topk", "k": 4}}]}
             | {"training": {"targets": "base"}},

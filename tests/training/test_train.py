@@ -241,7 +241,7 @@ def test_too_little_memory_is_said_before_starting(tmp_path: Path, monkeypatch: 
         available = 2**20
 
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: Little)
-    with pytest.raises(MxdError, match=r"GiB are free.*Lower training.buffer_tokens"):
+    with pytest.raises(MxdError, match=r"iB are free.*Lower training.buffer_tokens"):
         train(small(tmp_path))
     assert not (tmp_path / "r").exists()
 

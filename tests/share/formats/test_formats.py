@@ -230,7 +230,7 @@ def test_every_architecture_of_saelens_is_read(gpt2_folder, x, tmp_path, archite
         ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm'"),
         ({"reshape_activations": "hook_z"}, "for attention outputs"),
         ({"d_sae": N + 1}, f"d_sae = {N + 1}, the tensors {N}"),
-        ({"d_sae": "many"}, "d_sae: Input should be a valid integer"),
+        ({"d_sae": "many"}, "d_sae: expected a whole number, got 'many'"),
         ({"architecture": "skip_transcoder"}, "not those of a skip_transcoder"),
         ({"metadata": {"hook_name": "blocks.1.hook_resid_mid"}}, "choose one of: mlp.hook_in"),
         ({"metadata": {"hook_name_out": "blocks.2.hook_mlp_out"}}, "reads block 1 and writes block 2"),
@@ -391,7 +391,7 @@ def test_a_set_is_contiguous_and_of_one_form(base, make, tmp_path):
         ({"model_kind": "cross_layer_transcoder"}, "writes to all later blocks"),
         ({"activation": "topk", "k": None}, "k is not given"),
         ({"feature_input_hook": "hook_resid_mid"}, "choose one of: mlp.hook_in"),
-        ({"activation": ["relu"]}, "activation: Input should be"),
+        ({"activation": ["relu"]}, "activation: expected "),
     ],
 )
 def test_what_circuit_tracer_has_and_mxd_has_not_is_refused(base, make, tmp_path, change, message):
@@ -492,12 +492,12 @@ def tensors_with(**changes):
     [
         (settings_with(transcode=False), "is an autoencoder"),
         (settings_with(activation="groupmax", k=7), "no multiple of it"),
-        (settings_with(activation="relu"), "activation: Input should be 'topk' or 'groupmax'"),
+        (settings_with(activation="relu"), "activation: expected topk or groupmax, got 'relu'"),
         (settings_with(skip_connection=False), "skip_connection is False"),
         (settings_with(d_in=10**12), rf"d_in = {10**12}, the tensors {D}"),
         (settings_with(num_latents=10**12), "num_latents"),
         (settings_with(k=N + 1), "more than num_units"),
-        (settings_with(k=-1), "k: Input should be greater than 0"),
+        (settings_with(k=-1), "k: expected a number greater than 0, got -1"),
         (settings_with(junk="x" * 1_000_001), "larger than 1,000,000 bytes"),
         (tensors_with(b_dec=None), "missing tensors: .'bias'"),
         (tensors_with(W_dec=None), "decoder is missing"),
