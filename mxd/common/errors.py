@@ -120,6 +120,7 @@ def nearest(got: object, choices: Iterable[str]) -> str:
 _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
+    "dataclass_type": "a mapping of fields",
     "dict_type": "a mapping of fields",
     "finite_number": "a finite number",
     "float_parsing": "a number",
@@ -164,10 +165,13 @@ def said(problem: Mapping[str, Any]) -> str:
     if kind == "union_tag_not_found":
         tag = about["discriminator"].strip("'_()")
         return f"it has no field {tag!r}, which says what it is"
-    words = _EXPECTED.get(kind, str(problem.get("msg", "")).removeprefix("Input should be ")).format_map(about)
-    if kind == "literal_error" and not choices:  # numbers
-        words = about["expected"]
-    elif kind == "literal_error":
+    if kind in _EXPECTED:
+        words = _EXPECTED[kind].format_map(about)
+    elif str(problem["msg"]).startswith("Input should be "):
+        words = str(problem["msg"]).removeprefix("Input should be ")
+    else:
+        return str(problem["msg"])
+    if kind == "literal_error" and choices:
         words = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
     shown = repr(got) if len(repr(got)) <= 80 else f"{repr(got)[:80]}..."
     return f"expected {words}, got {shown}" + (f".{nearest(got, choices)}" if nearest(got, choices) else "")

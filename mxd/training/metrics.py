@@ -125,7 +125,11 @@ class Metrics:
         self.file = self.config.folder / "metrics.jsonl"
 
     def begin(self, step: int) -> None:
-        """Start the trackers, and the clock of the first report; ``step`` is the last finished one."""
+        """Start the trackers, and the clock of the first report; ``step`` is the last finished one.
+
+        Raises:
+            MxdError: a tracker does not start.
+        """
         if self.config.training.trackers:
             try:
                 self.accelerator.init_trackers("mxd", config=_flat(self.config.model_dump(mode="json")))

@@ -150,7 +150,7 @@ def test_a_state_whose_manifest_lacks_a_file_is_damaged(tmp_path, capfd, name):
 EDITS = {
     "a string": (lambda said: said.update(step="2"), "step: expected a whole number, got "),
     "another step": (lambda said: said.update(step=3, tokens=48), "its state.json is that of step 3"),
-    "no cursor": (lambda said: said.pop("cursor"), "cursor: Field required"),
+    "no cursor": (lambda said: said.pop("cursor"), "cursor: it is missing"),
     "a list": (lambda said: said.update(cursor=[1]), "cursor: expected a mapping of fields, got "),
     "negative": (lambda said: said["cursor"].update(context=-1), "cursor.context = -1 cannot be after 32 tokens"),
     "far": (lambda said: said["cursor"].update(context=2**62), "cursor.context = 4611686018427387904 cannot be"),
@@ -165,7 +165,7 @@ EDITS = {
         "metrics_bytes: expected a number of at least 0, got ",
     ),
     "reported": (lambda said: said.update(reported={"a": 3}), "reported.a: expected a mapping of fields, got "),
-    "a run": (lambda said: said.update(run_id="../../x"), "run_id: String should match pattern"),
+    "a run": (lambda said: said.update(run_id="../../x"), "run_id: expected text of the form ^[0-9a-f]{32}$, got "),
     "more": (lambda said: said.update(more=1), "more: there is no such field"),
 }
 
