@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, configured, save, say, show, show_faithfulness
+from mxd.cli.shared import (
+    FLAT,
+    HELD_OUT,
+    HeldOut,
+    OutFile,
+    app,
+    check_checkpoints,
+    configured,
+    save,
+    say,
+    show,
+    show_faithfulness,
+)
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -52,6 +64,7 @@ def evaluate(
     """
     if lm_eval is None and (lm_eval_limit is not None or lm_eval_include is not None):
         raise MxdError("--lm-eval-limit and --lm-eval-include need --lm-eval TASKS.")
+    check_checkpoints(checkpoints)
     from mxd.evaluation.faithfulness import answer
     from mxd.evaluation.harness import find_tasks
 
@@ -140,10 +153,11 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
         config: YAML file; see configs/.
         overrides: fields to set, by dotted name; `mxd fields` lists them.
     """
+    parsed = configured(config, overrides)
     from mxd.evaluation.compare import compare as run
     from mxd.report.page import write_report
 
-    folder = run(configured(config, overrides))
+    folder = run(parsed)
     page, twin = write_report(folder)
     say(f"page:     {page}\nmarkdown: {twin}")
 

@@ -40,10 +40,11 @@ def train(
         shard: divide weights, gradients and moments among the processes of a group: for layers too large for one.
         deterministic: the same as --training.deterministic true: on a GPU the same bits twice, more slowly.
     """
+    overrides += ("--training.deterministic", "true") if deterministic else ()
+    parsed = configured(config, overrides, TRAIN)
     from mxd.training.trainer import train as run
 
-    overrides += ("--training.deterministic", "true") if deterministic else ()
-    folder = run(configured(config, overrides, TRAIN), resume=resume, groups=groups, shard=shard)
+    folder = run(parsed, resume=resume, groups=groups, shard=shard)
     say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
 
 
@@ -107,9 +108,10 @@ def cache(
         dtype: what activations are rounded to; training reads them as float32. int8: with a scale for each token.
         worker: 2/4 is the second of four that write one cache at the same time; under torchrun each process is one.
     """
+    parsed = configured(config, overrides, ("dtype", "worker"))
     from mxd.training.source import cache_activations
 
-    cache_activations(configured(config, overrides, ("dtype", "worker")), folder, dtype=dtype, worker=_worker(worker))
+    cache_activations(parsed, folder, dtype=dtype, worker=_worker(worker))
     say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
 
 
@@ -138,6 +140,7 @@ def plan(
         tokens_per_second: measured rate of one process on this config, in place of this machine's speeds.
         json: file for all numbers.
     """
+    run = configured(config, overrides, PLAN)
     from mxd.common.files import whole_file, write_json
     from mxd.planning.memory import LOWER, check_memory, plan_run
     from mxd.planning.time import expected
@@ -145,7 +148,6 @@ def plan(
     from mxd.planning.tuning import as_tuning, plan_tuning
     from mxd.report.plan import plan_numbers, plan_tables
 
-    run = configured(config, overrides, PLAN)
     plans = [] if run.tune.of else [(run, plan_run(run, world=processes, groups=groups, shard=shard), LOWER)]
     if "tune" in run.model_fields_set:
         tuning = as_tuning(run)
