@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
+from mxd.common.progress import say_once
 from mxd.config import RunConfig, plain_config, recorded
 from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches, locating
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
@@ -144,8 +145,8 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
     data = config.data
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
-    return token_contexts(
-        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part),
+    contexts = token_contexts(
+        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer),
         base.tokenizer,
         data.context,
         data.bos,
@@ -153,6 +154,12 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
         vocabulary=base.vocabulary,
         begin=start.bookmark if start is not None else None,
     )
+    if isinstance(contexts, Finite):
+        tokens = len(contexts.rows) * (data.context - (bos_id_of(config, base) is not None))
+        wanted = config.training.steps * config.training.batch_tokens
+        if wanted > tokens:
+            say_once(f"The text holds {tokens:,} tokens, so {wanted:,} of training are {wanted / tokens:.1f} epochs.")
+    return contexts
 
 
 def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: RankPart) -> Iterator[Batch]:

@@ -78,7 +78,7 @@ REFUSED = {
 
 
 def build(build_model, kind, options):
-    return build_model(kind, num_hidden_layers=2, pad_token_id=0, **options)
+    return build_model(kind, num_hidden_layers=2, pad_token_id=4095, **options)
 
 
 @pytest.fixture(scope="module", params=READ)
