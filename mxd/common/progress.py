@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -38,6 +39,12 @@ class PlainConsole(Console):
 
 
 console = PlainConsole(stderr=True)
+
+
+@cache
+def say_once(line: str) -> None:
+    """Print a line, the first time that this process is asked to."""
+    console.print(line, soft_wrap=True)
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
 """Documents -> contexts of token ids: packed to one length, BOS first where the model has one.
 
-A list of documents is tokenised once, in an order drawn from the seed, into a file that is memory-mapped here and by
-every later run, and is read in a new order every epoch. A stream is tokenised as it comes; a resumed run reads on from
-a bookmark a little before its place, or where there is none from the beginning, without running the model on that.
+A sequence of documents is tokenised once, in an order drawn from the seed, into a file that is memory-mapped here and
+by every later run, and is read in a new order every epoch. A stream is tokenised as it comes; a resumed run reads on
+from a bookmark a little before its place, or where there is none from the beginning, without running the model on that.
 """
 
 import hashlib
@@ -25,6 +25,8 @@ from mxd.data.streams import BATCH, Place, TextStream
 Contexts = Callable[[int], Iterator[Int[np.ndarray, " context"]]]
 """``contexts(n)`` yields the contexts of a text from number n on."""
 
+READ_BYTES = 2**22
+"""Bytes of token ids that are checked at a time."""
 SEAL_BYTES = 32
 """Bytes at the end of a file of token ids: SHA-256 of its name and of the ids' SHA-256."""
 
@@ -78,30 +80,30 @@ def token_contexts(
     one and ``bos`` is set. The last incomplete context is dropped.
 
     Args:
-        texts: documents; a list is tokenised at once, any other iterable lazily, once and in its own order.
+        texts: documents; a sequence is tokenised at once, any other iterable lazily, once and in its own order.
         tokenizer: a Hugging Face tokenizer.
         context: tokens in a context.
         bos: begin each context with BOS.
         seed: determines the order of documents, and of contexts within every epoch.
-        repeat: begin a new epoch, in a new order, at the end of a list.
-        shuffle: whether a list is reordered at all.
+        repeat: begin a new epoch, in a new order, at the end of a sequence.
+        shuffle: whether a sequence is reordered at all.
         vocabulary: the number of token ids that the model knows; by default no id is too large.
-        begin: where to begin reading texts that are not a list, to reach any context after it.
+        begin: where to begin reading texts that are not a sequence, to reach any context after it.
 
     Raises:
         MxdError: the texts are shorter than one context, or the tokenizer gives ids that the model does not know.
     """
     first = tokenizer.bos_token_id if bos else None
-    if not isinstance(texts, list):
+    if not isinstance(texts, Sequence):
         return Streamed(texts, partial(_cut, tokenizer=tokenizer, context=context, first=first), vocabulary, begin)
-    rng = np.random.default_rng(seed)
-    ordered = [texts[i] for i in rng.permutation(len(texts))] if shuffle else texts
-    return Finite(*_packed_once(ordered, tokenizer, context, first, vocabulary), seed, repeat, shuffle)
+    order = np.random.default_rng(seed).permutation(len(texts)) if shuffle else range(len(texts))
+    packed, sha256 = _packed_once(lambda: (texts[int(i)] for i in order), tokenizer, context, first, vocabulary)
+    return Finite(packed, sha256, seed, repeat, shuffle)
 
 
 @dataclass(frozen=True)
 class Finite:
-    """The contexts of a list of texts, epoch after epoch, and a hash that identifies them."""
+    """The contexts of a sequence of texts, epoch after epoch, and a hash that identifies them."""
 
     rows: Int[np.ndarray, "contexts context"]
     sha256: bytes
@@ -218,50 +220,64 @@ def token_folder() -> Path:
     return Path(os.environ.get("MXD_CACHE") or Path.home() / ".cache" / "mxd").expanduser()
 
 
-def _packed_once(
-    texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
-) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
-    """Return the packed contexts and their SHA-256, memory-mapped from a file named by a hash of all they depend on.
+Packed = tuple[Int[np.ndarray, "contexts context"], bytes]
+"""Contexts, and the SHA-256 of their ids."""
 
-    The file is written if it is missing, or if the seal at its end shows that it is damaged.
+
+def _packed_once(
+    texts: Callable[[], Iterator[str]], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
+) -> Packed:
+    """Return the packed contexts, memory-mapped from a file named by a hash of all they depend on.
+
+    The file is written if it is missing, or if the seal at its end shows that it is damaged. ``texts`` gives the
+    documents, for the hash and for every attempt.
     """
+
+    def packed() -> Iterator[Int[np.ndarray, "contexts context"]]:
+        return _packed(texts(), tokenizer, context, first, vocabulary)
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python, which has nothing to name the file by
-        return _hashed(_packed(texts, tokenizer, context, first, vocabulary))
+        return _in_memory(packed())
     split = getattr(tokenizer, "split_special_tokens", False)  # the only setting that the backend's JSON lacks
     digest = hashlib.sha256(f"{context} {first} {tokenizer.eos_token_id} {split} {backend.to_str()}".encode())
-    for text in texts:
+    for text in texts():
         raw = text.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "big") + raw)
     try:
         file = token_folder() / f"tokens-{digest.hexdigest()[:32]}.int32"
         stored = _read(file, context, vocabulary)
     except (OSError, RuntimeError):  # no permission to read, or no home folder: use memory instead
-        return _hashed(_packed(texts, tokenizer, context, first, vocabulary))
+        return _in_memory(packed())
     if stored is not None:
         return stored
-    packed = _packed(texts, tokenizer, context, first, vocabulary)
     try:
-        return _write(packed, file)
-    except (OSError, MxdError):  # cannot write: use memory instead
-        return _hashed(packed)
+        return _write(packed(), file, context)
+    except (OSError, MxdError):  # cannot write: use memory instead, which raises again what is wrong with the text
+        return _in_memory(packed())
 
 
-def _hashed(rows: Int[np.ndarray, "contexts context"]) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
+def _in_memory(packed: Iterable[Int[np.ndarray, "contexts context"]]) -> Packed:
+    rows = np.concatenate(list(packed))
     return rows, hashlib.sha256(rows.data).digest()
 
 
-def _read(file: Path, context: int, vocabulary: int | None) -> tuple[Int[np.ndarray, "contexts context"], bytes] | None:
-    """Return the contexts in a file and their SHA-256; ``None`` where the file is missing or damaged."""
+def _read(file: Path, context: int, vocabulary: int | None) -> Packed | None:
+    """Return the contexts in a file; ``None`` where the file is missing or damaged."""
     size = file.stat().st_size - SEAL_BYTES if file.is_file() else 0
     if size <= 0 or size % (4 * context):
         return None
-    with file.open("rb") as handle:
-        handle.seek(size)
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:  # part by part: pages of a mapped file would count as this process's memory
+        for begin in range(0, size, READ_BYTES):
+            part = handle.read(min(READ_BYTES, size - begin))
+            digest.update(part)
+            if not _known(np.frombuffer(part, np.int32), vocabulary):
+                return None
         seal = handle.read()
-    rows = np.memmap(file, np.int32, "r", shape=(size // (4 * context), context))
-    digest = hashlib.sha256(rows.data).digest()
-    return (rows, digest) if seal == _seal(file, digest) and _known(rows, vocabulary) else None
+    if seal != _seal(file, digest.digest()):
+        return None
+    return np.memmap(file, np.int32, "r", shape=(size // (4 * context), context)), digest.digest()
 
 
 def _seal(file: Path, digest: bytes) -> bytes:
@@ -281,33 +297,40 @@ def _check_ids(ids: Int[np.ndarray, "*shape"], vocabulary: int | None) -> None:
         )
 
 
-def _write(
-    packed: Int[np.ndarray, "contexts context"], file: Path
-) -> tuple[Int[np.ndarray, "contexts context"], bytes]:
+def _write(packed: Iterable[Int[np.ndarray, "contexts context"]], file: Path, context: int) -> Packed:
     """Write a file atomically, and return what ``_read`` would."""
-    digest = hashlib.sha256(packed.data).digest()
+    digest, count = hashlib.sha256(), 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as partial, partial.open("wb") as handle:
-        packed.tofile(handle)
-        handle.write(_seal(file, digest))
-    return np.memmap(file, np.int32, "r", shape=packed.shape), digest
+        for rows in packed:
+            handle.write(rows.data)
+            digest.update(rows.data)
+            count += len(rows)
+        handle.write(_seal(file, digest.digest()))
+    return np.memmap(file, np.int32, "r", shape=(count, context)), digest.digest()
 
 
 def _packed(
-    texts: list[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
-) -> Int[np.ndarray, "contexts context"]:
-    rows: list[np.ndarray] = []
+    texts: Iterable[str], tokenizer: Any, context: int, first: int | None, vocabulary: int | None
+) -> Iterator[Int[np.ndarray, "contexts context"]]:
+    """Yield the contexts of documents, some at a time.
+
+    Raises:
+        MxdError: there is not one, or an id that the model does not know.
+    """
     ids: list[int] = []
+    empty = True
     for _, batch in _batches(texts):
-        more, ids = _cut(batch, ids, tokenizer, context, first)
-        rows += more
-    packed = np.array(rows, dtype=np.int32)
-    if len(packed) == 0:
+        rows, ids = _cut(batch, ids, tokenizer, context, first)
+        if rows:
+            packed = np.array(rows, dtype=np.int32)
+            _check_ids(packed, vocabulary)
+            yield packed
+            empty = False
+    if empty:
         raise MxdError(
             f"the text holds less than one context of {context} tokens; give more text or a shorter context."
         )
-    _check_ids(packed, vocabulary)
-    return packed
 
 
 def _batches(texts: Iterable[str], place: Place | None = None) -> Iterator[tuple[Place | None, list[str]]]:

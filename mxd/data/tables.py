@@ -10,9 +10,10 @@ import gzip
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob, has_magic
 from io import BufferedReader, TextIOWrapper
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, AnyStr
 
@@ -24,21 +25,26 @@ from mxd.common.parsing import parse_json
 Row = dict[str, Any]
 Unpacked = BufferedReader | gzip.GzipFile
 Located = tuple[str, Row]
-"""A row's name in messages, and the row."""
+"""Where a row is, for messages, and the row: in ``file_rows`` file and line, in a reader's results the line alone."""
 
 TABLES = (".csv", ".csv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz", ".parquet")
 """Suffixes of tables."""
-DOCUMENTS = (".txt", *TABLES)
-"""Suffixes of files of documents; a ``.txt`` file is one document."""
+DOCUMENTS = (".txt", ".txt.gz", ".md", *TABLES)
+"""Suffixes of files of documents; a text file is one document."""
+NOTES = ".md"
+"""The suffix of files that are read only where there are no others: a README beside a table is not its text."""
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are decoded at a time."""
 LONGEST = 2**30
-"""The most bytes of one line, or of a JSON array, once unpacked: a small file that unpacks to more is no table."""
+"""The most bytes of one line, a JSON array or a packed text, once unpacked: what unpacks to more is none."""
 
 
 def find_files(source: str | Path, suffixes: Sequence[str] = TABLES) -> list[Path]:
     """Return the files that a path, a folder or a pattern (``folder/*.jsonl.gz``, ``**/*.csv``) names, sorted.
 
     Args:
-        source: a file is returned whatever its name; of a folder's or a pattern's files, those with a suffix.
+        source: a file is returned whatever its name; of a folder's or a pattern's files, those with a suffix, and
+            ``.md`` files only where they are all.
         suffixes: how their names may end.
 
     Returns:
@@ -57,7 +63,8 @@ def find_files(source: str | Path, suffixes: Sequence[str] = TABLES) -> list[Pat
             files = sorted(map(Path, glob(path, recursive=True))) if has_magic(path) else []
     except (OSError, ValueError) as error:  # no permission to read it; a NUL in a pattern
         raise MxdError(f"cannot read text from {path!r}: {error}") from error
-    return [file for file in files if suffix_of(file, suffixes)]
+    files = [file for file in files if suffix_of(file, suffixes)]
+    return [file for file in files if file.suffix != NOTES] or files
 
 
 def local_files(source: str | Path, what: str, suffixes: Sequence[str] = TABLES) -> list[Path]:
@@ -94,20 +101,22 @@ def stem_of(file: str | Path) -> str:
 
 
 def file_rows(files: Iterable[Path], column: str | None = None) -> Iterator[Located]:
-    """Yield the rows of files, one file after another; a CSV's cells are text, and a ``.txt`` file is one row.
+    """Yield the rows of files, one file after another; a CSV's cells are text, and a text file is one row.
 
     Args:
         files: their suffixes say what they are.
         column: the only field that is needed, if it is only one: other columns of a Parquet file are not read, and the
-            text of a ``.txt`` file gets this name.
+            text of a text file gets this name.
 
     Raises:
         MxdError: a file cannot be read, is damaged, or holds anything but rows.
     """
     for file in files:
         try:
-            for number, row in enumerate(_rows(file, column), 1):
-                yield f"{file}, row {number}", row
+            for place, row in _rows(file, column):
+                yield f"{file}, {place}", row
+        except UnicodeDecodeError as error:
+            raise MxdError(f"cannot read text from {str(file)!r}: {_undecodable(file, error)}") from error
         except (OSError, EOFError, zlib.error, ValueError, OverflowError, csv.Error) as error:
             raise MxdError(f"cannot read text from {str(file)!r}: {error}") from error
 
@@ -185,45 +194,75 @@ def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _rows(file: Path, column: str | None) -> Iterator[Row]:
+def _rows(file: Path, column: str | None) -> Iterator[Located]:
     suffix = suffix_of(file)
-    if suffix == ".txt":
-        yield {column or "text": read_text(file)}
-    elif suffix == ".parquet":
+    if suffix == ".parquet":
         yield from _parquet(file, column)
+    elif suffix in (".txt", NOTES):
+        yield "line 1", {column or "text": read_text(file)}
     else:
-        opener: Callable[..., Any] = gzip.open if suffix.endswith(".gz") else open
-        with opener(regular(file), "rb") as opened:
-            yield from READERS[suffix.removesuffix(".gz")](opened)
+        with _opened(file) as opened:
+            if suffix == ".txt.gz":
+                yield "line 1", {column or "text": _whole(opened).decode("utf-8")}
+            else:
+                yield from READERS[suffix.removesuffix(".gz")](opened)
 
 
-def _parquet(file: Path, column: str | None) -> Iterator[Row]:
+def _opened(file: Path) -> Any:
+    opener: Callable[..., Any] = gzip.open if file.suffix == ".gz" else open
+    return opener(regular(file), "rb")
+
+
+def _undecodable(file: Path, error: UnicodeDecodeError) -> str:
+    """Return which line of a file is not UTF-8, and why."""
+    if suffix_of(file) == ".parquet":  # which has no lines
+        return str(error)
+    with suppress(OSError, EOFError, zlib.error), _opened(file) as opened:  # a packed file may be damaged further on
+        for number, line in enumerate(_lines(opened.readline), 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as found:
+                return f"line {number}: {found}; save the file as UTF-8"
+    return str(error)
+
+
+def _parquet(file: Path, column: str | None) -> Iterator[Located]:
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(regular(file))
     columns = [column] if column in table.schema_arrow.names else None  # all, so that a message can name them
-    for batch in table.iter_batches(columns=columns):
-        yield from batch.to_pylist()
+    batches = table.iter_batches(PARQUET_ROWS, columns=columns)
+    for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+        yield f"row {number}", row
 
 
-def _csv(file: Unpacked) -> Iterator[Row]:
+def _csv(file: Unpacked) -> Iterator[Located]:
     csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, which a long document exceeds
     with TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        yield from csv.DictReader(_lines(text.readline))
+        rows = csv.reader(_lines(text.readline))
+        names = next(rows, [])
+        line = rows.line_num + 1
+        for cells in rows:
+            if cells:  # else the line is empty
+                yield f"line {line}", dict(zip_longest(names, cells))
+            line = rows.line_num + 1
 
 
-def _jsonl(file: Unpacked) -> Iterator[Row]:
+def _jsonl(file: Unpacked) -> Iterator[Located]:
     # Lines of bytes end at newlines only; JSON strings may hold the other line ends of text.
     for number, line in enumerate(_lines(file.readline), 1):
         try:
             text = line.decode("utf-8-sig")
-            if text.strip():
-                yield _object(parse_json(text))
+            row = _object(parse_json(text)) if text.strip() else None
+        except UnicodeDecodeError:
+            raise
         except ValueError as error:  # JSON's own message counts lines within this one
             raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from error
+        if row is not None:
+            yield f"line {number}", row
 
 
-def _json(file: Unpacked) -> Iterator[Row]:
+def _json(file: Unpacked) -> Iterator[Located]:
     """Read one array of rows, or one row per line, which many ``.json`` files hold."""
     starts = (line.strip(b" \t\r\n\xef\xbb\xbf") for line in _lines(file.readline))  # also strips a byte order mark
     is_array = next(filter(None, starts), b"").startswith(b"[")
@@ -231,20 +270,24 @@ def _json(file: Unpacked) -> Iterator[Row]:
     if not is_array:
         yield from _jsonl(file)
         return
-    text = bytearray()
-    for line in _lines(file.readline):  # read(n) would allocate n bytes at once, however short the file
-        text += line
-        if len(text) > LONGEST:
-            raise ValueError(f"its array is longer than {LONGEST:,} bytes; write a row in each line of a .jsonl file")
-    for number, row in enumerate(parse_json(text.decode("utf-8-sig")), 1):
+    for number, row in enumerate(parse_json(_whole(file).decode("utf-8-sig")), 1):
         try:
-            yield _object(row)
+            yield f"row {number}", _object(row)
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
 
 
+def _whole(file: Unpacked) -> bytes:
+    text = bytearray()
+    for line in _lines(file.readline):  # read(n) would allocate n bytes at once, however short the file
+        text += line
+        if len(text) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST:,} bytes; write a row in each line of a .jsonl file")
+    return bytes(text)
+
+
 READERS = {".csv": _csv, ".json": _json, ".jsonl": _jsonl}
-"""Suffix -> reader of an open file's rows."""
+"""Suffix -> reader of an open file's rows, each with its line, or its number where rows are no lines."""
 
 
 def _object(row: Any) -> Row:

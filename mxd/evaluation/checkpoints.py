@@ -79,7 +79,9 @@ class Subject:
     def texts(self) -> Iterable[str]:
         """Return the held-out documents."""
         text = self.text
-        return documents(text.source, text.split, text.column, text.streaming, part=text.part)
+        return documents(
+            text.source, text.split, text.column, text.streaming, part=text.part, tokenizer=self.base.tokenizer
+        )
 
     def document(self, results: Mapping[str, Any], **asked: Any) -> dict[str, Any]:
         """Return results together with everything they depend on; ``asked`` are the arguments of the evaluation."""
@@ -133,7 +135,7 @@ def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any
     """
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer.")
-    texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
+    texts = documents(text.source, text.split, text.column, text.streaming, part=text.part, tokenizer=base.tokenizer)
     return token_contexts(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
 
 

@@ -146,14 +146,15 @@ class ReplacementConfig(BaseModel, ABC):
         """Return a copy whose open fields are taken from the base MLP (all but ``num_units``).
 
         Raises:
-            MxdError: one of them could not be read from the base MLP and the config does not state it.
+            MxdError: some of them could not be read from the base MLP and the config does not state them.
         """
         known = {name: getattr(mlp, name) for name in self.inherits}
-        for name, value in known.items():
-            if getattr(self, name) is None and value is None:
-                raise MxdError(
-                    f"{self.label}: the base MLP's {name} could not be read from the model; set {name} in the config."
-                )
+        if missing := [name for name, value in known.items() if getattr(self, name) is None and value is None]:
+            names = ", ".join(missing)
+            raise MxdError(
+                f"{self.label}: the base MLP's {names} could not be read from the model; set {names} of the "
+                "replacement in the config (docs/models.md)."
+            )
         return self.with_defaults(d_in=mlp.d_in, d_out=mlp.d_out, **known)
 
     def paper_units(self, width: int) -> int | None:

@@ -9,13 +9,14 @@ from mxd.common.bundled import bundled
 from mxd.common.hardware import resident
 from mxd.common.processes import local_device
 from mxd.config import RunConfig
-from mxd.data.tables import DOCUMENTS, find_files
+from mxd.data.spool import IN_MEMORY
+from mxd.data.tables import DOCUMENTS, find_files, suffix_of
 from mxd.data.text import BUNDLED
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 
 TEXT_BYTES = 5
-"""Bytes of memory for each byte of a local text: documents, the tables they are read from, token ids; measured."""
+"""Bytes of memory for each byte of a local text that is kept there: documents, tables, token ids; measured."""
 
 GZIP_RATIO = 4
 """Assumed size of unpacked text, relative to its .gz file."""
@@ -109,14 +110,18 @@ def text_bytes(config: RunConfig) -> int:
     if config.data.cache is not None:
         return 0
     source = bundled("text/train.parquet") if config.data.source in BUNDLED else config.data.source
-    total = 0
+    whole = rows = 0
     for file in find_files(source, DOCUMENTS):
         if file.suffix == ".parquet":
             groups = pq.ParquetFile(file).metadata
-            total += sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+            rows += sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+            continue
+        size = file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
+        if suffix_of(file).startswith((".csv", ".jsonl")):
+            rows += size
         else:
-            total += file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
-    return TEXT_BYTES * total
+            whole += size
+    return TEXT_BYTES * (whole + min(rows, IN_MEMORY))
 
 
 def _saved(module: Any) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
 from mxd.common.processes import ALONE, Processes, launched, local_device
-from mxd.common.progress import console
+from mxd.common.progress import say_once
 from mxd.config import RunConfig, plain_config, recorded
 from mxd.data.activations import Batch, Cursor, WindowFilter, activation_batches, locating
 from mxd.data.cache import Dtype, cache_bytes, claim_cache, write_cache
@@ -147,7 +147,7 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     base.check_context(data.context)
     contexts = token_contexts(
-        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part),
+        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer),
         base.tokenizer,
         data.context,
         data.bos,
@@ -155,13 +155,11 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
         vocabulary=base.vocabulary,
         begin=start.bookmark if start is not None else None,
     )
-    tokens = len(contexts.rows) * data.context if isinstance(contexts, Finite) else config.training.tokens
-    if tokens < config.training.tokens and (start is None or not start.context):
-        console.print(
-            f"The text holds {tokens:,} tokens, so the run reads it {config.training.tokens / tokens:.1f} times.",
-            soft_wrap=True,
-            highlight=False,
-        )
+    if isinstance(contexts, Finite):
+        tokens = len(contexts.rows) * (data.context - (bos_id_of(config, base) is not None))
+        wanted = config.training.steps * config.training.batch_tokens
+        if wanted > tokens:
+            say_once(f"The text holds {tokens:,} tokens, so {wanted:,} of training are {wanted / tokens:.1f} epochs.")
     return contexts
 
 

@@ -65,17 +65,17 @@ def test_whole_numbers_and_booleans_are_labels(tmp_path):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
-    with pytest.raises(MxdError, match=r"row 1: no column 'kind'; it has: text, label.*--label-column"):
+    with pytest.raises(MxdError, match=r"(row 1|line [12]): no column 'kind'; it has: text, label.*--label-column"):
         labelled_texts(write(tmp_path, suffix), label_column="kind")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a", "label": null}', "row 2: 'label' is None; expected the name or number of a class"),
-        ('{"text": "a", "label": ""}', "row 2: 'label' is ''"),
-        ('{"text": "a", "label": [1]}', r"row 2: 'label' is \[1\]"),
-        ('{"text": 7, "label": "b"}', "row 2: 'text' is 7; expected a text"),
+        ('{"text": "a", "label": null}', "line 2: 'label' is None; expected the name or number of a class"),
+        ('{"text": "a", "label": ""}', "line 2: 'label' is ''"),
+        ('{"text": "a", "label": [1]}', r"line 2: 'label' is \[1\]"),
+        ('{"text": 7, "label": "b"}', "line 2: 'text' is 7; expected a text"),
         ('["a", "b"]', "line 2: expected an object with fields, got list"),
         ("{", "cannot read text"),
         ('{"text": "a", "label": "first"}', "at least two; got only 'first'"),
@@ -91,7 +91,7 @@ def test_bad_rows_are_refused(tmp_path, line, message):
 def test_short_rows_broken_files_and_empty_files_are_refused(tmp_path):
     path = tmp_path / "bad.csv"
     path.write_text("text,label\na,b\nc\n")
-    with pytest.raises(MxdError, match="row 2: 'label' is None"):
+    with pytest.raises(MxdError, match="line 3: 'label' is None"):
         labelled_texts(path)
     path.write_bytes(b"text,label\n\xff\xfe,b\n")
     with pytest.raises(MxdError, match="cannot read"):
@@ -119,7 +119,7 @@ def test_a_set_may_say_which_characters_its_labels_speak_of(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("span", "message"),
     [
-        ({"start": 2, "end": 6}, r"row 2: start and end are 2 and 6; expected .* 0 <= start < end <= 5\. Rename"),
+        ({"start": 2, "end": 6}, r"line 2: start and end are 2 and 6; expected .* 0 <= start < end <= 5\. Rename"),
         ({"start": 2, "end": 2}, "start and end are 2 and 2"),
         ({"start": -1, "end": 2}, "start and end are -1 and 2"),
         ({"start": 0.5, "end": 2}, "start and end are 0.5 and 2"),
@@ -191,12 +191,12 @@ def test_scored_texts_of_every_format(tmp_path, suffix):
 def test_bad_scored_texts_are_named(tmp_path):
     for name, content, message in (
         ("a.txt", "x", r"no scored texts at .*a\.txt'; expected a file, a folder, or a pattern"),
-        ("b.csv", "text,score\na,high\nb,low\n", "row 1: got the text 'a' and the score 'high'; expected a number"),
-        ("c.csv", "text,score\na,1\nb,\n", "row 2: got the text 'b' and the score ''"),
-        ("k.csv", "text,score\na\n", "row 1: got the text 'a' and the score None"),
-        ("h.csv", "text,score\na,nan\n", "row 1: got the text 'a' and the score nan"),
+        ("b.csv", "text,score\na,high\nb,low\n", "line 2: got the text 'a' and the score 'high'; expected a number"),
+        ("c.csv", "text,score\na,1\nb,\n", "line 3: got the text 'b' and the score ''"),
+        ("k.csv", "text,score\na\n", "line 2: got the text 'a' and the score None"),
+        ("h.csv", "text,score\na,nan\n", "line 2: got the text 'a' and the score nan"),
         ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
-        ("j.jsonl", '{"text": "a"}\n', "row 1: no column 'score'; it has: text"),
+        ("j.jsonl", '{"text": "a"}\n', "line 1: no column 'score'; it has: text"),
         (
             "f.jsonl",
             '{"text": "a", "score": []}',
@@ -229,7 +229,7 @@ def test_a_folder_or_a_pattern_is_one_set(tmp_path):
     assert labelled_texts(f"{tmp_path}/b*").name == "b"
     write_table(tmp_path / "d.jsonl", [rows[0], {"text": 3, "label": "x", "score": "high"}])
     for read, message in ((labelled_texts, "'text' is 3"), (scored_texts, "the score 'high'")):
-        with pytest.raises(MxdError, match=rf"{tmp_path}/d\.jsonl, row 2: .*{message}"):
+        with pytest.raises(MxdError, match=rf"{tmp_path}/d\.jsonl, line 2: .*{message}"):
             read(f"{tmp_path}/*")
     with pytest.raises(MxdError, match=r"no labelled texts at .*/\*\.parquet'"):
         labelled_texts(f"{tmp_path}/*.parquet")

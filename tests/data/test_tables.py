@@ -22,16 +22,33 @@ def test_cells_are_what_was_written(tmp_path, suffix):
     """No text is taken for a date, a number, or nothing."""
     path = write_table(tmp_path / f"t{suffix}", ROWS)
     assert read(path) == ROWS
-    assert [where for where, _ in file_rows([path, path])] == [f"{path}, row {n}" for n in (1, 2, 3)] * 2
+    places = {
+        ".csv": ["line 2", "line 4", "line 5"],
+        ".jsonl": ["line 1", "line 2", "line 3"],
+    }  # the first has two lines
+    expected = places.get(suffix.removesuffix(".gz"), ["row 1", "row 2", "row 3"])
+    assert [where for where, _ in file_rows([path, path])] == [f"{path}, {place}" for place in expected] * 2
     assert [row["text"] for row in read(path, "text")] == [row["text"] for row in ROWS]
     assert set(read(path, "text")[0]) == ({"text"} if suffix == ".parquet" else {"text", "note"})
     assert set(read(path, "body")[0]) == {"text", "note"}  # so that a message can name them
 
 
-def test_a_text_file_is_one_row(tmp_path):
-    (tmp_path / "t.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
-    assert read(tmp_path / "t.txt") == [{"text": "\ufeffone\r\ntwo\n"}]
-    assert read(tmp_path / "t.txt", "body") == [{"body": "\ufeffone\r\ntwo\n"}]
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".txt.gz"])
+def test_a_text_file_is_one_row(tmp_path, suffix):
+    path, raw = tmp_path / f"t{suffix}", "\ufeffone\r\ntwo\n".encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    assert read(path) == [{"text": "\ufeffone\r\ntwo\n"}]
+    assert read(path, "body") == [{"body": "\ufeffone\r\ntwo\n"}]
+
+
+def test_places_are_lines_of_the_file(tmp_path):
+    """Also past empty lines, and past rows of several lines."""
+    path = tmp_path / "t.csv"
+    path.write_text('text\n\n"a\r\nb\nc"\n\nd\n')
+    assert [where for where, _ in file_rows([path])] == [f"{path}, line 3", f"{path}, line 7"]
+    path = tmp_path / "t.jsonl"
+    path.write_text('\n{"text": "a"}\n\n\n{"text": "b"}\n')
+    assert [where for where, _ in file_rows([path])] == [f"{path}, line 2", f"{path}, line 5"]
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -56,7 +73,8 @@ def test_a_json_file_holds_one_array_or_a_row_in_each_line(tmp_path, mark):
         ("b.json", b'[{"text": "a"}, {"te', "Unterminated string"),
         ("c.json", b"[" * 50_000, "nested too deeply"),
         ("d.json", b'"text"', "line 1: expected an object with fields, got str"),
-        ("a.csv", b"text\n\xff\n", "can't decode"),
+        ("a.csv", b"text\n\n\xff\n", "line 3: 'utf-8' codec can't decode .*save the file as UTF-8"),
+        ("e.json", b'[\n{"text": "\xff"}]', "line 2: 'utf-8' codec can't decode"),
         ("a.parquet", b"PAR1 no", ""),
         ("b.parquet", b"", ""),
     ],
@@ -118,6 +136,11 @@ def test_files_are_found_by_path_folder_and_pattern(tmp_path):
     assert found(tmp_path / "e.md") == ["e.md"]  # the caller says that this is none
     assert found(f"{tmp_path}/*") == ["a.jsonl.gz", "b.csv"]
     assert found(f"{tmp_path}/**/*.[cj]s*") == ["a.jsonl.gz", "b.csv", "below/c.json"]
+    assert found(f"{tmp_path}/*.md", tables.DOCUMENTS) == ["e.md"]
+    (tmp_path / "below" / "c.json").rename(tmp_path / "below" / "f.md")
+    assert found(tmp_path / "below", tables.DOCUMENTS) == [
+        "below/f.md"
+    ]  # notes are the text where there is nothing else
     assert found(f"{tmp_path}/?.gz") == found("org/name") == found(tmp_path / "none.csv") == []
     (tmp_path / "[x].csv").write_text("")
     assert found(f"{tmp_path}/[x].csv") == ["[x].csv"]  # a file of that very name comes first

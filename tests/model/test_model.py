@@ -13,11 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
 from mxd.layers import MLPShape
-from mxd.layers.mxd import MxDConfig
-from mxd.layers.sparsity import TopKConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import BUNDLED, load_frozen, pick_device, wrap
-from mxd.splice import spliced
 
 SHAPES = {
     "gpt2": MLPShape(32, 32, 128, "gelu_tanh", False),
@@ -26,33 +23,6 @@ SHAPES = {
     "llama": MLPShape(32, 32, 96, "silu", True),
 }
 MLP_PATHS = {"gpt2": "transformer.h.{}.mlp", "gpt_neox": "gpt_neox.layers.{}.mlp", "llama": "model.layers.{}.mlp"}
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
-OTHERS = {
-    "mistral": ({"intermediate_size": 96, "num_key_value_heads": 2}, MLPShape(32, 32, 96, "silu", True)),
-    "qwen3": ({"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 8}, MLPShape(32, 32, 96, "silu", True)),
-    "gemma2": (
-        {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
-        MLPShape(32, 32, 96, "gelu_tanh", True),
-    ),
-    # named as GPT-2's MLP is, but nn.Linear where GPT-2 has Conv1D
-    "starcoder2": ({"intermediate_size": 96, "num_key_value_heads": 2}, MLPShape(32, 32, 96, "gelu_tanh", False)),
-}
-
-
-def mlp_formula(weights, activation, x):
-    """``act(x E^T + b_E) D + b``, with the gate of a GLU."""
-    linear = F.linear(x, weights.encoder, weights.encoder_bias)
-    act = ACTIVATIONS[activation]
-    hidden = act(linear) if weights.encoder_glu is None else act(x @ weights.encoder_glu.T) * linear
-    bias = 0 if weights.decoder_bias is None else weights.decoder_bias
-    return hidden @ weights.decoder + bias
-
-
-@pytest.fixture(params=OTHERS)
-def other(request, build_model):
-    """A family beyond the three, and its MLP's shape."""
-    options, shape = OTHERS[request.param]
-    return load_frozen(build_model(request.param, **options)), shape
 
 
 # The form of the MLPs
@@ -61,48 +31,6 @@ def other(request, build_model):
 def test_mlp_shape(family_name, family):
     assert family.num_blocks == 3
     assert [family.mlp_shape(layer) for layer in range(3)] == [SHAPES[family_name]] * 3
-
-
-def test_mlp_weights_reproduce_the_mlp(family):
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
-    for layer in range(3):
-        expected = mlp_formula(family.mlp_weights(layer), family.mlp_shape(layer).activation, x)
-        torch.testing.assert_close(family.mlp(layer)(x), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_other_families(other, ids):
-    model, shape = other
-    assert model.mlp_shape(1) == shape
-    x, y = model.record(ids, [1])[1]
-    with torch.no_grad():
-        torch.testing.assert_close(model.blocks[1].mlp(x), y)
-    torch.testing.assert_close(mlp_formula(model.mlp_weights(1), shape.activation, x), y, atol=1e-4, rtol=1e-4)
-
-
-def test_every_other_family_can_be_spliced(other, ids):
-    model, shape = other
-    layer = MxDConfig(num_units=4, sparsity=TopKConfig(k=2)).resolve(shape).build()
-    layer.copy_base(model.mlp_weights(1))
-    before = model.logits(ids)
-    with spliced(model, {1: layer}):
-        torch.testing.assert_close(model.logits(ids), before, atol=1e-4, rtol=1e-4)
-        layer.bias.data[0] += 1
-        assert (model.logits(ids) - before).abs().max() > 0.1
-    assert torch.equal(model.logits(ids), before)
-
-
-def test_a_mixture_of_experts_has_an_unknown_form_that_the_config_must_state(build_model, ids):
-    model = load_frozen(build_model("mixtral", intermediate_size=48, num_key_value_heads=2, num_local_experts=2))
-    shape = model.mlp_shape(1)
-    assert shape == MLPShape(32, 32, None, None, None)
-    with pytest.raises(MxdError, match=r"hidden could not be read.*set hidden"):
-        MxDConfig(num_units=64).resolve(shape)
-    with pytest.raises(MxdError, match="cannot be read"):
-        model.mlp_weights(1)
-    stated = MxDConfig(num_units=64, hidden=8, activation="silu", glu=True).resolve(shape)
-    assert (stated.d_in, stated.d_out) == (32, 32)
-    x, y = model.record(ids, [1])[1]
-    assert x.shape == y.shape == (2, 12, 32)
 
 
 def test_an_mlp_with_more_weights_than_the_form_has_is_not_taken_for_it(build_model):
@@ -117,18 +45,6 @@ def test_a_gate_with_a_bias_is_not_silently_dropped(build_model):
     model = load_frozen(build_model("llama", mlp_bias=True))
     with pytest.raises(MxdError, match="bias on its gate"):
         model.mlp_weights(0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "'opt' has no list of blocks that carry an `mlp`"),
-        ("bloom", {}, "BloomMLP.*does not map one tensor to one tensor"),
-    ],
-)
-def test_models_without_a_usable_mlp_are_refused(build_model, kind, options, message):
-    with pytest.raises(MxdError, match=message):
-        load_frozen(build_model(kind, **options))
 
 
 # Recording
