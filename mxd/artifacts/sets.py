@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from mxd.artifacts.checkpoint import Trained, load_layer
@@ -17,18 +18,33 @@ Set = dict[int, Trained]
 """Block number -> layer."""
 
 
-def named_layers(paths: Sequence[str | Path]) -> dict[str, Trained]:
-    """Load checkpoints: layer folders, run folders (every layer in them), or Hub references to either; name -> layer.
+def named_layers(paths: Sequence[str | PathLike[str] | Trained]) -> dict[str, Trained]:
+    """Load checkpoints; name -> layer.
+
+    Args:
+        paths: layer folders, run folders (every layer in them), Hub references to either, or layers that are loaded.
 
     Raises:
         MxdError: a damaged checkpoint, or two of one name.
     """
     loaded: dict[str, Trained] = {}
-    for path in (path for reference in paths for path in find_layers(reference)):
-        if (name := name_of(path)) in loaded:
-            raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
-        loaded[name] = load_layer(path)
+    for item in paths:
+        if isinstance(item, Trained):
+            found: dict[str, Trained | Path] = {_own_name(item): item}
+        else:
+            found = {name_of(path): path for path in find_layers(item if isinstance(item, str) else Path(item))}
+        for name, layer in found.items():
+            if name in loaded:
+                raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
+            loaded[name] = layer if isinstance(layer, Trained) else load_layer(layer)
     return loaded
+
+
+def _own_name(trained: Trained) -> str:
+    """Return the name of a loaded layer: its checkpoint's, or its block and kind where it was never saved."""
+    if trained.path != Path():
+        return name_of(trained.path)
+    return f"block{trained.provenance.block}-{trained.layer.config.slug}"
 
 
 def name_of(path: Path) -> str:

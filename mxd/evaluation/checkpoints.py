@@ -1,7 +1,9 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data.contexts import Contexts, token_contexts
-from mxd.data.text import documents
+from mxd.data.text import IN_MEMORY, documents, in_memory
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -27,6 +29,8 @@ class Subject:
     trained: dict[str, Trained]
     base: FrozenModel
     text: DataConfig
+    own_text: Iterable[str] | None = None
+    """Documents to read in place of ``text.source``."""
     neurons: dict[str, Trained] = field(default_factory=dict)
     """The base MLPs' own neurons as layers, where they are measured beside the trained ones (``with_neurons``)."""
 
@@ -73,11 +77,13 @@ class Subject:
 
     def contexts(self, seed: int = 0) -> Contexts:
         """Return the held-out contexts, once, in an order drawn from the seed."""
-        return held_out_contexts(self.base, self.text, seed)
+        return held_out_contexts(self.base, self.text, seed, self.own_text)
 
     def texts(self) -> Iterable[str]:
         """Return the held-out documents."""
         text = self.text
+        if self.own_text is not None:
+            return self.own_text
         return documents(text.source, text.split, text.column, text.streaming, part=text.part)
 
     def document(self, results: Mapping[str, Any], **asked: Any) -> dict[str, Any]:
@@ -85,7 +91,7 @@ class Subject:
         return {
             "model": next(iter(self.trained.values())).provenance.model,
             "revision": self.base.revision,
-            "data": self.text.model_dump(),
+            "data": self.text.model_dump() | ({} if self.own_text is None else _identified(self.own_text)),
             **asked,
             "versions": versions(),
             "results": dict(results),
@@ -93,43 +99,56 @@ class Subject:
 
 
 def open_checkpoints(
-    paths: Sequence[str | Path],
+    paths: str | PathLike[str] | Trained | Mapping[Any, Trained] | Sequence[str | PathLike[str] | Trained],
     data: Mapping[str, Any] | None = None,
-    model: str | FrozenModel | None = None,
+    model: Any = None,
     device: str = "auto",
+    text: Any = None,
 ) -> Subject:
     """Load checkpoints of one base model, and that model.
 
     Args:
-        paths: layer folders, run folders (all layers in them), or Hub references to either.
+        paths: layer folders, run folders (all layers in them), Hub references to either, or layers that are loaded; or
+            a mapping of names, or blocks, to such layers.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
         model: base model to use in place of the one the checkpoints name: a local copy of it, say, or a loaded one.
         device: where to run; a loaded model stays where it is.
+        text: what to read in place of the training text: a source, or documents that Python code holds
+            (``in_memory``).
 
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
-    loaded = named_layers(paths)
+    if isinstance(paths, Mapping):
+        loaded = {f"block{name}" if isinstance(name, int) else name: layer for name, layer in paths.items()}
+    else:
+        loaded = named_layers([paths] if isinstance(paths, str | PathLike | Trained) else paths)
     source, revision, dtype = base_model(loaded)
-    text = _held_out(next(iter(loaded.values())), data or {})
-    base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
-    return Subject(loaded, base, text)
+    named = text is None or isinstance(text, str | PathLike)
+    known = {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
+    about = _held_out(next(iter(loaded.values())), known | dict(data or {}))
+    given = model is not None
+    base = load_frozen(model if given else source, revision=None if given else revision, dtype=dtype, device=device)
+    return Subject(loaded, base, about, None if named else in_memory(text, about.column))
 
 
-def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
+def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0, own_text: Iterable[str] | None = None) -> Any:
     """Return the contexts of an evaluation text once, in a drawn order, so that any part is like the whole.
 
     Args:
         base: the frozen base model, with its tokenizer.
         text: which text, and how long its contexts are.
         seed: draws the order.
+        own_text: documents to read in place of the text's source.
 
     Raises:
         MxdError: the model has no tokenizer, or the text cannot be read.
     """
     if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer.")
-    texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
+        raise MxdError("the base model has no tokenizer; load it with one, mxd.load_frozen(model, tokenizer=...).")
+    texts = own_text
+    if texts is None:
+        texts = documents(text.source, text.split, text.column, text.streaming, part=text.part)
     return token_contexts(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
 
 
@@ -143,6 +162,16 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     with whole_file(path) as file:
         write_json(file, dict(results))
     return path
+
+
+def _identified(texts: Iterable[str]) -> dict[str, str]:
+    """Return what identifies a list of documents: a hash of them; nothing of what can be read only as it comes."""
+    if not isinstance(texts, list):
+        return {}
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return {"documents_sha256": digest.hexdigest()}
 
 
 def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:

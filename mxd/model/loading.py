@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mxd.common.errors import MxdError, first_line, unknown
 from mxd.common.hardware import free_memory
 from mxd.model.families import find_blocks
 from mxd.model.frozen import FrozenModel
+from mxd.model.plain import PlainModel
 from mxd.model.vetting import ModelFiles, WeightCounts, bounded, find_weights, read_config
 
 BUNDLED = ("tiny-gpt2", "tiny-neox", "tiny-llama")
@@ -39,7 +41,7 @@ def load_frozen(
 
     Args:
         source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
-            model, or a TransformerLens bridge.
+            model, a TransformerLens bridge, or a module of one's own (``PlainModel``).
         revision: branch, tag or commit on the Hub.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``);
             loaded objects keep their dtype.
@@ -88,16 +90,18 @@ def load_classifier(source: str, device: str = "auto") -> tuple[nn.Module, Any]:
 
 
 def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
-    """Return a loaded Hugging Face model or a TransformerLens bridge as a ``FrozenModel``, without changing it.
+    """Return a loaded Hugging Face model, a bridge or a module as a ``FrozenModel``, without changing it.
 
     Raises:
         MxdError: its blocks have no usable MLP.
     """
     if isinstance(source, FrozenModel):
-        return source
+        return source if tokenizer is None else replace(source, tokenizer=tokenizer)
     module = getattr(source, "original_model", source)
-    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+    if not isinstance(module, nn.Module):
         raise MxdError(f"a {type(module).__name__} is not a base model; give a name, a path or a loaded causal LM.")
+    if not hasattr(getattr(module, "config", None), "to_dict"):  # not one of transformers'
+        module = PlainModel(module)
     tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
     return _wrap(module, tokenizer, getattr(module.config, "_name_or_path", "") or type(module).__name__, None)
 
@@ -141,8 +145,11 @@ def outline(
     """
     if not isinstance(source, str | Path):
         loaded = wrap(source)
-        with torch.device("meta"):
-            module = type(loaded.module)(loaded.config)
+        if isinstance(loaded.module, PlainModel):
+            module = loaded.module.on_meta()
+        else:
+            with torch.device("meta"):
+                module = type(loaded.module)(loaded.config)
         name, revision = loaded.source, loaded.revision
     else:
         from transformers import AutoModelForCausalLM

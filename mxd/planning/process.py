@@ -10,7 +10,7 @@ from mxd.common.hardware import resident
 from mxd.common.processes import local_device
 from mxd.config import RunConfig
 from mxd.data.tables import DOCUMENTS, find_files
-from mxd.data.text import BUNDLED
+from mxd.data.text import BUNDLED, IN_MEMORY
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 
@@ -105,7 +105,7 @@ def text_bytes(config: RunConfig) -> int:
     """Return the memory that a local text and its reader take; 0 where its size cannot be known."""
     import pyarrow.parquet as pq
 
-    if config.data.cache is not None:
+    if config.data.cache is not None or config.data.source == IN_MEMORY:  # which is there already
         return 0
     source = bundled("text/train.parquet") if config.data.source in BUNDLED else config.data.source
     total = 0
