@@ -44,7 +44,7 @@ def run(gpt2, tmp_path_factory):
 
 def test_a_run_is_its_folder_layers_and_metrics(run):
     assert sorted(run.names) == sorted(run.layers) == sorted(KEPT)
-    assert (run / "config.yaml").is_file() and Path(run) == run.folder
+    assert (run / "config.yaml").is_file() and Path(run) == run.folder == mxd.Run(str(run.folder)).folder
     trained = run[KEPT[0]]
     assert torch.equal(trained.layer.bias, run.layers[KEPT[0]].layer.bias)
     table = run.to_pandas()
@@ -76,6 +76,7 @@ def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):
     )
 
 
+@pytest.mark.long
 def test_documents_are_trained_on_as_those_of_a_file(run, gpt2, tmp_path):
     """The same token ids in the same order, however they are given; as they come, in an order of their own."""
     import datasets
@@ -99,6 +100,7 @@ def test_documents_are_trained_on_as_those_of_a_file(run, gpt2, tmp_path):
     assert mxd.train(in_config, model=gpt2)[KEPT[0]].provenance.text_hash == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streamed", [False, True], ids=["list", "stream"])
 def test_a_resumed_run_ends_as_one_that_was_not_stopped_and_refuses_another_text(streamed, gpt2, tmp_path):
     def text(documents):
@@ -186,6 +188,7 @@ def test_only_a_run_is_overwritten(gpt2, tmp_path):
         mxd.train(fields(tmp_path), TEXTS, model=gpt2, overwrite=True)
 
 
+@pytest.mark.long
 def test_one_block_after_another_is_overwritten_too(gpt2, tmp_path):
     """Layers of the earlier run must not be taken for finished ones of this."""
     config = fields(
@@ -238,7 +241,7 @@ def test_a_module_of_ones_own_is_a_base_model(many, tokenizer, tmp_path):
         expected = module.head(module.blocks[0](module.embedding(ids)) + run["block1-tc-k4"](x))
         assert torch.allclose(model.logits(ids), expected, atol=1e-5)
     assert torch.equal(model.logits(ids), logits)
-    assert mxd.evaluate(run, TEXTS, tokens=64, model=model).only.tokens > 0
+    assert mxd.evaluate(run, TEXTS, tokens=32, model=model).only.tokens > 0
     with pytest.raises(MxdError, match=r"nn.Embedding"):
         mxd.load_frozen(nn.Linear(2, 2))
 
@@ -278,12 +281,12 @@ def test_numbers_are_attributes_and_a_table(run, gpt2, tmp_path):
 def test_layers_may_be_given_as_they_are(run, gpt2):
     layers = run.layers
     first = layers[KEPT[0]]
-    expected = mxd.evaluate(run / KEPT[0], TEXTS, tokens=64, model=gpt2).only.ce_increase
+    expected = mxd.evaluate(run / KEPT[0], TEXTS, tokens=32, model=gpt2).only.ce_increase
     for given in (first, [first], {1: first}, [run / KEPT[0]]):
-        found = mxd.evaluate(given, TEXTS, tokens=64, model=gpt2).only
+        found = mxd.evaluate(given, TEXTS, tokens=32, model=gpt2).only
         assert found.ce_increase == expected
     unsaved = mxd.Trained(first.layer, first.provenance)
-    assert mxd.evaluate(unsaved, TEXTS, tokens=64, model=gpt2).names == [KEPT[0]]
+    assert mxd.evaluate(unsaved, TEXTS, tokens=32, model=gpt2).names == [KEPT[0]]
     with pytest.raises(MxdError, match="never saved"):
         unsaved.push_to_hub("org/name")
     with pytest.raises(MxdError, match=r"held by Python code.*mxd.evaluate"):

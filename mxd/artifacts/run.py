@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,17 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True, repr=False)
 class Run(os.PathLike[str]):
     """What `mxd train` left: ``run["block2-mxd-k32"]`` loads a layer, ``run / "config.yaml"`` is a file's path.
 
-    A run can be given wherever its folder can.
+    Functions of this package take a run where they take layers.
+
+    Args:
+        folder: the run's.
     """
 
-    folder: Path
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
 
     @property
     def names(self) -> list[str]:
