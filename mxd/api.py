@@ -1,16 +1,15 @@
 """Python: what a person has at hand, then one function of the house, as the command line does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.run import Run
 from mxd.common.errors import MxdError
 from mxd.config import RunConfig, load_config, parse_config
 from mxd.data.text import IN_MEMORY, in_memory
-from mxd.evaluation.checkpoints import open_checkpoints
+from mxd.evaluation.checkpoints import Layers, open_checkpoints
 from mxd.evaluation.faithfulness import answer
 from mxd.evaluation.results import Faithfulness
 from mxd.model.frozen import FrozenModel
@@ -20,8 +19,6 @@ from mxd.training.trainer import train as run_training
 
 Text = str | PathLike[str] | Iterable[Any]
 """A source as ``data.source`` names it; or documents: a list or another iterable of strings, a ``datasets.Dataset``."""
-Layers = str | PathLike[str] | Trained | Mapping[Any, Trained] | Sequence[str | PathLike[str] | Trained]
-"""Layers, folders of layers or of runs, Hub references; or a mapping of names, or blocks, to layers."""
 
 
 def train(

@@ -17,6 +17,7 @@ from runs import assert_same_run, small, stop_after
 from torch import nn
 
 import mxd
+from mxd.artifacts.sets import as_trained
 from mxd.common.errors import MxdError
 from mxd.training.trainer import train as run_training
 
@@ -282,11 +283,15 @@ def test_layers_may_be_given_as_they_are(run, gpt2):
     layers = run.layers
     first = layers[KEPT[0]]
     expected = mxd.evaluate(run / KEPT[0], TEXTS, tokens=32, model=gpt2).only.ce_increase
-    for given in (first, [first], {1: first}, [run / KEPT[0]]):
+    for given in (first, [first], {1: first}, {1: str(run / KEPT[0])}, [run / KEPT[0]]):
         found = mxd.evaluate(given, TEXTS, tokens=32, model=gpt2).only
         assert found.ce_increase == expected
     unsaved = mxd.Trained(first.layer, first.provenance)
     assert mxd.evaluate(unsaved, TEXTS, tokens=32, model=gpt2).names == [KEPT[0]]
+    with pytest.raises(MxdError, match=r"does not say what it replaces.*Provenance.of"):
+        as_trained(first.layer)
+    with pytest.raises(MxdError, match="at least one layer"):
+        mxd.evaluate([], TEXTS, model=gpt2)
     with pytest.raises(MxdError, match="never saved"):
         unsaved.push_to_hub("org/name")
     with pytest.raises(MxdError, match=r"held by Python code.*mxd.evaluate"):

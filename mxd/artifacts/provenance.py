@@ -72,8 +72,10 @@ class Provenance(BaseModel):
             "model_dtype": model.dtype,
             "versions": versions(),
         }
+        if "base_fingerprint" not in known:  # which takes a look at every weight of the model
+            fields["base_fingerprint"] = model.base_fingerprint()
         try:
-            return cls(**{"base_fingerprint": model.base_fingerprint(), **known, **fields})
+            return cls(**{**known, **fields})
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             raise MxdError(f"provenance: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import find_layers
@@ -29,15 +30,36 @@ def named_layers(paths: Sequence[str | PathLike[str] | Trained]) -> dict[str, Tr
     """
     loaded: dict[str, Trained] = {}
     for item in paths:
-        if isinstance(item, Trained):
-            found: dict[str, Trained | Path] = {_own_name(item): item}
+        if isinstance(item, str | PathLike):
+            found: dict[str, Any] = {name_of(path): path for path in find_layers(_path(item))}
         else:
-            found = {name_of(path): path for path in find_layers(item if isinstance(item, str) else Path(item))}
+            found = {_own_name(as_trained(item)): item}
         for name, layer in found.items():
             if name in loaded:
                 raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
-            loaded[name] = layer if isinstance(layer, Trained) else load_layer(layer)
+            loaded[name] = as_trained(layer)
     return loaded
+
+
+def as_trained(item: Any) -> Trained:
+    """Return a layer with its provenance, loaded if it is a path or a Hub reference.
+
+    Raises:
+        MxdError: it is something else, or as ``load_layer``.
+    """
+    if isinstance(item, str | PathLike):
+        return load_layer(_path(item))
+    if not isinstance(item, Trained):
+        raise MxdError(
+            f"a {type(item).__name__} does not say what it replaces; give a path, or a layer with its provenance: "
+            "mxd.Trained(layer, mxd.Provenance.of(model, block))."
+        )
+    return item
+
+
+def _path(item: str | PathLike[str]) -> str | Path:
+    """Return a path as such; a string may be a Hub reference."""
+    return item if isinstance(item, str) else Path(item)
 
 
 def _own_name(trained: Trained) -> str:

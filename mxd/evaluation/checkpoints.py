@@ -1,7 +1,7 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
-from mxd.artifacts.sets import base_model, named_layers, sets_of
+from mxd.artifacts.sets import as_trained, base_model, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
@@ -20,6 +20,11 @@ from mxd.data.text import IN_MEMORY, documents, in_memory
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
+
+Layer = str | PathLike[str] | Trained
+"""A layer, its folder or a Hub reference to it; in a list also the folder of a run, or a Hub reference to several."""
+Layers = Layer | Iterable[Layer] | Mapping[Any, Layer]
+"""One or several; or names, or blocks, and their layers."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Subject:
 
 
 def open_checkpoints(
-    paths: str | PathLike[str] | Trained | Mapping[Any, Trained] | Sequence[str | PathLike[str] | Trained],
+    paths: Layers,
     data: Mapping[str, Any] | None = None,
     model: Any = None,
     device: str = "auto",
@@ -109,7 +114,7 @@ def open_checkpoints(
 
     Args:
         paths: layer folders, run folders (all layers in them), Hub references to either, or layers that are loaded; or
-            a mapping of names, or blocks, to such layers.
+            a mapping of names, or blocks, to layers.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
         model: base model to use in place of the one the checkpoints name: a local copy of it, say, or a loaded one.
         device: where to run; a loaded model stays where it is.
@@ -120,9 +125,13 @@ def open_checkpoints(
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
     if isinstance(paths, Mapping):
-        loaded = {f"block{name}" if isinstance(name, int) else name: layer for name, layer in paths.items()}
+        names = {key: f"block{key}" if isinstance(key, int) else str(key) for key in paths}
+        loaded = {names[key]: as_trained(item) for key, item in paths.items()}
     else:
-        loaded = named_layers([paths] if isinstance(paths, str | PathLike | Trained) else paths)
+        several = isinstance(paths, Iterable) and not isinstance(paths, str | PathLike)
+        loaded = named_layers(list(paths) if several else [paths])
+    if not loaded:
+        raise MxdError("there is nothing to measure: give at least one layer.")
     source, revision, dtype = base_model(loaded)
     named = text is None or isinstance(text, str | PathLike)
     known = {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
