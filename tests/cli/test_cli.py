@@ -73,7 +73,7 @@ def test_init_writes_a_config_that_loads_and_keeps_what_is_there(
     code, _, err = mxd(capsys, "init")
     assert code == 1 and "own.yaml is there already" in err and Path("own.yaml").read_text() == "mine"
     code, _, err = mxd(capsys, "init", "gpt3")
-    assert code == 1 and "pythia" in err
+    assert code == 2 and "pythia" in err
 
 
 @pytest.mark.long
