@@ -58,10 +58,9 @@ def train(
         MxdError: a bad input, found before training where possible; or ``Interrupted`` after Ctrl-C or SIGTERM, once
             everything is saved.
     """
-    config, text = _config(config, text)
-    config, base = _with_model(config, model, tokenizer)
-    folder = run_training(config, resume, base, groups, shard, text, overwrite)
-    return Run(folder)
+    stated, documents = _config(config, text)
+    complete, base = _with_model(stated, model, tokenizer)
+    return Run(run_training(complete, resume, base, groups, shard, documents, overwrite))
 
 
 def evaluate(
@@ -114,13 +113,14 @@ def _config(
     if data.cache is not None:
         raise MxdError("data.cache holds the activations of a text already; leave out text, or the cache.")
     named = isinstance(text, str | PathLike)
-    settings = {"source": str(text) if named else IN_MEMORY} | ({} if named else {"streaming": False})
+    settings: dict[str, Any] = {"source": str(text) if named else IN_MEMORY} | ({} if named else {"streaming": False})
     changed = config.model_copy(update={"data": data.model_copy(update=settings)})
     return changed, None if named else in_memory(text, data.column, config.seed, data.part)
 
 
 def _with_model(config: RunConfig, model: Any, tokenizer: Any) -> tuple[RunConfig, FrozenModel | None]:
     """Return a config that names the base model it is given, and the model if it is loaded already."""
+    known: dict[str, Any]
     if model is None or isinstance(model, str | PathLike):
         if tokenizer is not None:
             raise MxdError("tokenizer belongs to a loaded model; give that as model, or leave tokenizer out.")

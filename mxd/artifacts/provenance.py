@@ -64,7 +64,7 @@ class Provenance(BaseModel):
         Raises:
             MxdError: there is no such block or field, or a field has a wrong value.
         """
-        fields = {
+        fields: dict[str, Any] = {
             "model": model.source,
             "revision": model.revision,
             "block": block,

@@ -127,14 +127,17 @@ def open_checkpoints(
     if isinstance(paths, Mapping):
         names = {key: f"block{key}" if isinstance(key, int) else str(key) for key in paths}
         loaded = {names[key]: as_trained(item) for key, item in paths.items()}
+    elif isinstance(paths, str | PathLike | Trained) or not isinstance(paths, Iterable):
+        loaded = named_layers([paths])
     else:
-        several = isinstance(paths, Iterable) and not isinstance(paths, str | PathLike)
-        loaded = named_layers(list(paths) if several else [paths])
+        loaded = named_layers(list(paths))
     if not loaded:
         raise MxdError("there is nothing to measure: give at least one layer.")
     source, revision, dtype = base_model(loaded)
     named = text is None or isinstance(text, str | PathLike)
-    known = {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
+    known: dict[str, Any] = (
+        {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
+    )
     about = _held_out(next(iter(loaded.values())), known | dict(data or {}))
     given = model is not None
     base = load_frozen(model if given else source, revision=None if given else revision, dtype=dtype, device=device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxd.common.errors import nearest, unknown
+from mxd.common.errors import MxdError, nearest, unknown
 from mxd.common.frames import data_frame
 from mxd.evaluation.checkpoints import save_results
 from mxd.metrics import METRICS
@@ -55,7 +55,9 @@ class Measured:
     def row(self) -> dict[str, Any]:
         """Return the numbers as one row: what the splice is, what was measured, what each metric says."""
         first, *others = self.numbers["replacements"]
-        what = {"layers": 1 + len(others), "block": None, **first} if not others else {"layers": 1 + len(others)}
+        what: dict[str, Any] = (
+            {"layers": 1 + len(others), "block": None, **first} if not others else {"layers": 1 + len(others)}
+        )
         single = {key: value for key, value in self.numbers.items() if not isinstance(value, Mapping | list)}
         named = {"name": self.name} | what | single
         return named | {key: metric.of(self.numbers) for key, metric in _METRICS.items() if key not in named}
@@ -85,7 +87,7 @@ class Faithfulness:
             MxdError: there are several.
         """
         if len(self.names) != 1:
-            raise unknown("splice", None, self.names)
+            raise MxdError(f"{len(self.names)} splices were measured; choose one of: {', '.join(self.names)}.")
         return self[self.names[0]]
 
     def __getitem__(self, name: str) -> Measured:

@@ -145,6 +145,7 @@ def outline(
     """
     if not isinstance(source, str | Path):
         loaded = wrap(source)
+        module: nn.Module
         if isinstance(loaded.module, PlainModel):
             module = loaded.module.on_meta()
         else:
