@@ -1,40 +1,45 @@
-"""mxd: train, share and splice faithful sparse replacement layers for frozen language models.
+"""Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.
 
-The public names are loaded on first use, so that ``import mxd`` and ``mxd --help`` stay fast.
+    run = mxd.train("config.yaml")                  train (a path, a dict or a RunConfig; text=, model=); a Run
+    run["block2-mxd-k32"], run.to_pandas()          a trained layer of it; its training metrics
+    mxd.evaluate(run).to_pandas()                   what splicing each layer in costs, on held-out text
+
+    model = mxd.load_frozen("tiny-gpt2")            a base model: a name, a folder, a loaded model
+    trained = mxd.load_layer("org/name/layer")      a layer: a folder, a Hub reference (load_layers: several)
+    x, y = model.record("Some text", 2)[2]          what goes into the MLP of block 2 and comes out
+    trained(x), trained.layer.encode(x)             the replacement's output; which units are active
+    with mxd.spliced(model, {2: trained}): ...      the model with the replacement in the MLP's place (splice: for good)
+
+    mxd.tune, mxd.compare, mxd.write_report         as the commands of those names
+    mxd.push, mxd.pull, mxd.export_model            share
+    mxd.save_layer, mxd.Provenance.of(model, 2)     keep a layer that a loop of your own has trained
+    mxd.units(mxd.open_checkpoints(run))            a question's answer; also ablation, explaining, faithfulness,
+        generation, masking, probing, purging, rewrite, steering, structure, subset, toxicity, whole
+    mxd.RunConfig, mxd.MxDConfig, ...               configs, of runs, questions (UnitsConfig), layers and sparsities
+    mxd.MxdError                                    every mistake that a message can explain
+
+`help(mxd.train)` describes one of them, `dir(mxd)` lists all; docs/python.md shows them at work. They are loaded
+on first use, so that ``import mxd`` and ``mxd --help`` stay fast.
 """
 
+import ast
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "LAYERS": "mxd.layers",
-    "Code": "mxd.layers",
-    "MLPShape": "mxd.layers",
-    "ReplacementConfig": "mxd.layers",
-    "ReplacementLayer": "mxd.layers",
-    "FrozenModel": "mxd.model.frozen",
-    "load_frozen": "mxd.model.loading",
-    "Provenance": "mxd.artifacts.checkpoint",
-    "from_pretrained": "mxd.artifacts.checkpoint",
-    "load_layer": "mxd.artifacts.checkpoint",
-    "load_layers": "mxd.artifacts.checkpoint",
-    "save_layer": "mxd.artifacts.checkpoint",
-    "RunConfig": "mxd.config",
-    "load_config": "mxd.config",
-    "splice": "mxd.splice",
-    "spliced": "mxd.splice",
-    "export_model": "mxd.share.export",
-    "train": "mxd.training.trainer",
-    "tune": "mxd.training.tune",
-    "TuneConfig": "mxd.tuning",
-    "evaluate": "mxd.evaluation.faithfulness",
-}
 
-__all__ = ["__version__", *_PUBLIC]
+def _listed() -> dict[str, tuple[str, str]]:
+    """Return public name -> the file that defines it, and its name there, as ``__init__.pyi`` imports them."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    sources = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: (str(node.module), alias.name) for node in sources for alias in node.names}
+
+
+_PUBLIC = _listed()  # no ``__all__``: with it, ``help(mxd)`` would load and describe them all
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +50,8 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _PUBLIC:
         raise AttributeError(f"module 'mxd' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
-    value = getattr(import_module(_PUBLIC[name]), name)
+    module, own = _PUBLIC[name]
+    value = getattr(import_module(module), own)
     globals()[name] = value
     return value
 
@@ -64,4 +70,4 @@ sys.modules[__name__].__class__ = _Package
 
 def __dir__() -> list[str]:
     """List the public names, loaded or not."""
-    return sorted(__all__)
+    return sorted(["__version__", *_PUBLIC])

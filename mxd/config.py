@@ -62,7 +62,7 @@ class DataConfig(Settings):
     source: str = "bundled"
     """``bundled`` (``bundled:sotu`` and ``bundled:factbook`` are its two sources); a local .txt, .csv, .json, .jsonl
     (these also .gz), .md or .parquet file, a folder of them or a pattern (``'folder/*.jsonl.gz'``); or a Hub dataset
-    (``org/name[:config][@revision]``)."""
+    (``org/name[:config][@revision]``). ``memory`` stands for documents that Python code held (docs/python.md)."""
     split: str = "train"
     """Which split."""
     part: Literal["all", "train", "validation", "test"] = "all"

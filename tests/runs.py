@@ -74,7 +74,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert torch.equal(tensor, right[name]), name
 
 
-def stop_after(step: int, config: RunConfig, model, resume: bool = False) -> None:
+def stop_after(step: int, config: RunConfig, model, resume: bool = False, text=None) -> None:
     """Train up to a step and stop there, as Ctrl-C does."""
 
     def stopping(run, stop) -> bool:
@@ -87,4 +87,4 @@ def stop_after(step: int, config: RunConfig, model, resume: bool = False) -> Non
         patch.setattr(Loop, "stopping", stopping)
         patch.setattr(Loop, "stopped", stopped)
         with pytest.raises(Interrupted, match=f"stopped at step {step}"):
-            train(config, resume=resume, model=model)
+            train(config, resume=resume, model=model, text=text)

@@ -150,6 +150,17 @@ def test_every_example_config_is_named_in_the_documentation():
         assert f"configs/{path.name}`" in head, f"{path.name}: give its command"
 
 
+@pytest.mark.long
+def test_the_examples_in_python_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names = {}
+    exec("".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)), names)
+    assert len(names["history"]) and names["table"].shape[0] == 2 and names["units"]["results"]
+    assert names["prediction"].shape == names["y"].shape and (tmp_path / "faithfulness.json").is_file()
+    assert names["mxd"].load_layer("checkpoints/own/block2").provenance.model == "tiny-gpt2"
+
+
 def test_links_exist():
     for link in re.findall(r"\]\(((?!http)[^)#]+)\)", TEXT):
         assert (ROOT / "docs" / link).exists(), link

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import Float
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mxd.artifacts import hub
 from mxd.artifacts.card import Member, layer_card
@@ -25,13 +27,21 @@ from mxd.common.files import atomic_folder, file_sha256, write_json
 from mxd.layers import ReplacementLayer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trained:
-    """A layer together with its provenance, as loaded from a checkpoint."""
+    """A layer together with its provenance, as loaded from a checkpoint; called, it is its layer."""
 
     layer: ReplacementLayer
     provenance: Provenance
-    path: Path
+    path: Path = Path()
+    """Where it was loaded from; of a layer that was not saved, the empty path."""
+
+    def __call__(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """Return the prediction of the MLP's output from its input (an autoencoder reads the output itself)."""
+        return self.layer(x)
+
+    def __repr__(self) -> str:
+        return f"Trained {self.layer.config.summary}, for block {self.provenance.block} of {self.provenance.model}"
 
     def push_to_hub(
         self,
@@ -44,8 +54,10 @@ class Trained:
     ) -> hub.Pushed:
         """Push the checkpoint that this was loaded from, as it is on disk; save a changed layer first.
 
-        Arguments and errors as ``mxd.artifacts.transfer.push``.
+        Arguments and errors as ``mxd.artifacts.transfer.push``; a layer that was never saved is refused, too.
         """
+        if self.path == Path():
+            raise MxdError("this layer was never saved; mxd.save_layer(folder, layer, provenance) first.")
         return push(self.path, repo, private, revision, create_pr, token, license)
 
 
@@ -60,7 +72,8 @@ def save_layer(
     Args:
         folder: where; a layer that is there already is replaced.
         layer: the layer.
-        provenance: what it replaces and how it was trained.
+        provenance: what it replaces and how it was trained; of a layer from a loop of your own, at least
+            ``Provenance.of(model, block)``.
         metrics: metrics at the end of training.
 
     Returns:

@@ -2,7 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from mxd.common.errors import MxdError
+from mxd.model.frozen import FrozenModel
 
 
 class Provenance(BaseModel):
@@ -48,6 +51,34 @@ class Provenance(BaseModel):
     hashes of all their tensors, by block."""
     versions: dict[str, str] = {}
     """Versions of mxd, torch, transformers, safetensors."""
+
+    @classmethod
+    def of(cls, model: FrozenModel, block: int, **known: Any) -> "Provenance":
+        """Return the provenance of a layer for a block of a model.
+
+        Args:
+            model: the base model.
+            block: the block whose MLP the layer replaces.
+            known: what else is known of its training: ``data``, ``tokens``, ``seed`` and other fields.
+
+        Raises:
+            MxdError: there is no such block or field, or a field has a wrong value.
+        """
+        fields: dict[str, Any] = {
+            "model": model.source,
+            "revision": model.revision,
+            "block": block,
+            "fingerprint": model.fingerprint(block),
+            "model_dtype": model.dtype,
+            "versions": versions(),
+        }
+        if "base_fingerprint" not in known:  # which takes a look at every weight of the model
+            fields["base_fingerprint"] = model.base_fingerprint()
+        try:
+            return cls(**{**known, **fields})
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            raise MxdError(f"provenance: {'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from mxd.artifacts.checkpoint import Trained, load_layer
 from mxd.artifacts.folders import find_layers
@@ -18,18 +20,54 @@ Set = dict[int, Trained]
 """Block number -> layer."""
 
 
-def named_layers(paths: Sequence[str | Path]) -> dict[str, Trained]:
-    """Load checkpoints: layer folders, run folders (every layer in them), or Hub references to either; name -> layer.
+def named_layers(paths: Sequence[str | PathLike[str] | Trained]) -> dict[str, Trained]:
+    """Load checkpoints; name -> layer.
+
+    Args:
+        paths: layer folders, run folders (every layer in them), Hub references to either, or layers that are loaded.
 
     Raises:
         MxdError: a damaged checkpoint, or two of one name.
     """
     loaded: dict[str, Trained] = {}
-    for path in (path for reference in paths for path in find_layers(reference)):
-        if (name := name_of(path)) in loaded:
-            raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
-        loaded[name] = load_layer(path)
+    for item in paths:
+        if isinstance(item, str | PathLike):
+            found: dict[str, Any] = {name_of(path): path for path in find_layers(_path(item))}
+        else:
+            found = {_own_name(as_trained(item)): item}
+        for name, layer in found.items():
+            if name in loaded:
+                raise MxdError(f"two checkpoints are called {name}; give one, or each apart.")
+            loaded[name] = as_trained(layer)
     return loaded
+
+
+def as_trained(item: Any) -> Trained:
+    """Return a layer with its provenance, loaded if it is a path or a Hub reference.
+
+    Raises:
+        MxdError: it is something else, or as ``load_layer``.
+    """
+    if isinstance(item, str | PathLike):
+        return load_layer(_path(item))
+    if not isinstance(item, Trained):
+        raise MxdError(
+            f"a {type(item).__name__} does not say what it replaces; give a path, or a layer with its provenance: "
+            "mxd.Trained(layer, mxd.Provenance.of(model, block))."
+        )
+    return item
+
+
+def _path(item: str | PathLike[str]) -> str | Path:
+    """Return a path as such; a string may be a Hub reference."""
+    return item if isinstance(item, str) else Path(item)
+
+
+def _own_name(trained: Trained) -> str:
+    """Return the name of a loaded layer: its checkpoint's, or its block and kind where it was never saved."""
+    if trained.path != Path():
+        return name_of(trained.path)
+    return f"block{trained.provenance.block}-{trained.layer.config.slug}"
 
 
 def name_of(path: Path) -> str:

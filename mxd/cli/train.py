@@ -1,4 +1,4 @@
-"""Commands that train: train, cache, plan, fields, demo."""
+"""Commands that train: init, train, cache, plan, fields, demo."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +12,8 @@ from mxd.tuning import GUARD_TOKENS, UNCHANGED, TuneConfig
 
 TRAIN = ("resume", "groups", "shard", "deterministic")
 PLAN = ("processes", "groups", "shard", "network", "tokens-per-second", "json")
+CONFIGS = {"gpt2": "gpt2", "pythia": "pythia-410m", "llama": "llama-3.2-3b", "own": "own"}
+"""What `mxd init` writes, by the name of the shipped config."""
 DEMO_TOKENS = 32_768
 """Held-out tokens that the demo measures on."""
 
@@ -165,6 +167,31 @@ def plan(
     for own, needs, lower in plans:
         check_memory(own, needs, lower)
     say("it fits")
+
+
+@app.command
+def init(kind: Literal["gpt2", "pythia", "llama", "own"] = "own", out: Path | None = None) -> None:
+    """Write a commented config to begin with.
+
+    Args:
+        kind: the MxD paper's run on GPT-2, Pythia-410M or Llama-3.2-3B; or own, for your model and text, which trains
+            as it stands.
+        out: the file; by default named after the model, in this folder.
+
+    Raises:
+        MxdError: the file is there already.
+    """
+    from mxd.common.bundled import bundled_path
+    from mxd.common.files import whole_file
+
+    source = bundled_path(f"configs/{CONFIGS[kind]}.yaml")
+    target = out or Path(source.name)
+    if target.exists():
+        raise MxdError(f"{target} is there already; give another file with --out, or delete it.")
+    with whole_file(target) as file:
+        text = source.read_text(encoding="utf-8")
+        file.write_text(text.replace(f"`mxd train {source.name}`", f"`mxd train {target}`"), "utf-8")
+    say(f"config: {target}\nnext:   mxd plan {typed(target)}, then mxd train {typed(target)}")
 
 
 @app.command

@@ -8,7 +8,7 @@ from weakref import finalize
 
 from mxd.common.errors import MxdError
 
-IN_MEMORY = 2**25
+MOST_IN_MEMORY = 2**25
 """Bytes of text that are kept in memory; more goes to a file in the temporary folder (``TMPDIR``)."""
 
 
@@ -25,7 +25,7 @@ class Documents(Sequence[str]):
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._file = SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 (it lives as long as this object)
+        self._file = SpooledTemporaryFile(MOST_IN_MEMORY)  # noqa: SIM115 (it lives as long as this object)
         finalize(self, self._file.close)
         self._ends = array("Q", [0])
         for text in texts:

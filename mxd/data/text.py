@@ -1,7 +1,8 @@
-"""Documents: the bundled text, local files, folders and patterns, datasets on the Hub."""
+"""Documents: the bundled text, local files, folders and patterns, datasets on the Hub, and text in memory."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from mxd.data.tables import (
 )
 
 SPLITS = ("train", "validation", "test")
+IN_MEMORY = "memory"
+"""The source that records say of text which Python code holds, and which no file can name."""
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
 """Name of bundled text -> the source whose documents it holds, or ``None`` for all."""
 Rows = Iterable[Located]
@@ -91,6 +94,11 @@ def documents(
         MxdError: nothing is there, no such column or split, too little text to hold some out, a file is damaged, a chat
             without a template for it, the temporary folder is full, or the Hub cannot be reached.
     """
+    if source == IN_MEMORY:
+        raise MxdError(
+            f"this text was held by Python code, so nothing else can read it (source: {IN_MEMORY}). Give it again in "
+            "Python, mxd.train(..., text=...) or mxd.evaluate(..., text), or name another source."
+        )
     check_source(source, split)
 
     def texts(rows: Rows) -> Iterator[str]:
@@ -102,7 +110,69 @@ def documents(
         return Documents(texts(located for located in rows if only in (None, located[1]["source"])))
     if files := local_files(source, "text", DOCUMENTS):
         return _local(source, files, split, lambda own: texts(file_rows(own, column)))
-    return _hub(source, split, column, streaming, seed, part, texts)
+    table = hub_table(source, split, "`bundled`", streaming)
+    return _of_table(source, table, column, streaming, seed, part, tokenizer)
+
+
+def in_memory(
+    text: Any, column: str = "text", seed: int = 0, part: str = "all", tokenizer: Any = None
+) -> Iterable[str]:
+    """Return the documents of a text that Python code holds.
+
+    Args:
+        text: documents as strings: anything with a length (a list, a tuple, a column of a table), a
+            ``datasets.Dataset`` or ``IterableDataset``, or any other iterable, which is read once and as it comes; an
+            iterator can be read only once.
+        column: the field of a dataset that holds the text.
+        seed: determines the order of an ``IterableDataset``.
+        part: only those documents whose hash falls to ``train``, ``validation`` or ``test``, or ``all``.
+        tokenizer: has the template that turns a dataset's chats into text.
+
+    Returns:
+        A list where the number of documents is known, else what yields them.
+
+    Raises:
+        MxdError: something else, or a dataset without that column.
+    """
+    name = "the text in memory"
+    datasets = sys.modules.get("datasets")  # whoever holds a dataset has imported it
+    if datasets is not None and isinstance(text, datasets.Dataset | datasets.IterableDataset):
+        return _of_table(name, text, column, isinstance(text, datasets.IterableDataset), seed, part, tokenizer)
+    if isinstance(text, Mapping) or hasattr(text, "columns"):  # whose elements are the names of splits or columns
+        raise MxdError(f"text has parts, {', '.join(map(repr, text))}; give the documents of one of them.")
+    if isinstance(text, str | bytes) or not isinstance(text, Iterable):
+        raise MxdError(
+            f"text is of type {type(text).__name__}; expected documents: a list or another iterable of strings, or a "
+            "datasets.Dataset."
+        )
+    chosen = _Documents(text, part)
+    return list(chosen) if isinstance(text, Sized) else chosen
+
+
+class _Documents:
+    """The documents of an iterable; an iterator is refused where it is read a second time."""
+
+    def __init__(self, text: Iterable[Any], part: str) -> None:
+        self.text, self.part = text, part
+        self.read = False
+
+    def __iter__(self) -> Iterator[str]:
+        if self.read and iter(self.text) is self.text:
+            raise MxdError(
+                "the text is an iterator, which can be read only once, and it is read again: for covariances of the "
+                "first window (linear, low_rank, jumprelu), or by blocks that train one after the other. Give a list, "
+                "or an iterable that begins anew."
+            )
+        self.read = True
+        return self._checked()
+
+    def _checked(self) -> Iterator[str]:
+        for number, document in enumerate(self.text):
+            if not isinstance(document, str):
+                kind = type(document).__name__
+                raise MxdError(f"document {number} of the text is of type {kind}; expected a string.")
+            if self.part in ("all", _hash_split(document)):
+                yield without_surrogates(document)
 
 
 def text_hash(source: str, split: str = "train") -> str | None:
@@ -178,15 +248,14 @@ def _local(source: str, files: list[Path], split: str, read: Read) -> Documents:
         ) from error
 
 
-def _hub(
-    source: str, split: str, column: str, streaming: bool, seed: int, part: str, texts: Callable[[Rows], Iterator[str]]
+def _of_table(
+    source: str, table: Any, column: str, streaming: bool, seed: int, part: str, tokenizer: Any
 ) -> Documents | TextStream:
-    table = hub_table(source, split, "`bundled`", streaming)
     if table.column_names is not None:
         check_columns(source, table.column_names, {"data.column": column})
 
     def read(rows: Rows) -> Iterator[str]:
-        return (text for text in texts(rows) if part == "all" or _hash_split(text) == part)
+        return (text for text in _texts(rows, column, tokenizer) if part == "all" or _hash_split(text) == part)
 
     return TextStream(source, table, read, seed) if streaming else Documents(read(hub_rows(source, table)))
 

@@ -1,7 +1,9 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,21 @@ from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
-from mxd.artifacts.sets import base_model, check_base, named_layers, sets_of
+from mxd.artifacts.sets import as_trained, base_model, check_base, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.config import DataConfig
 from mxd.data.contexts import Contexts, token_contexts
-from mxd.data.text import documents
+from mxd.data.text import IN_MEMORY, documents, in_memory
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.questions import refusal
+
+Layer = str | PathLike[str] | Trained
+"""A layer, its folder or a Hub reference to it; in a list also the folder of a run, or a Hub reference to several."""
+Layers = Layer | Iterable[Layer] | Mapping[Any, Layer]
+"""One or several; or names, or blocks, and their layers."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Subject:
     trained: dict[str, Trained]
     base: FrozenModel
     text: DataConfig
+    own_text: Iterable[str] | None = None
+    """Documents to read in place of ``text.source``."""
     neurons: dict[str, Trained] = field(default_factory=dict)
     """The base MLPs' own neurons as layers, where they are measured beside the trained ones (``with_neurons``)."""
 
@@ -74,11 +83,13 @@ class Subject:
 
     def contexts(self, seed: int = 0) -> Contexts:
         """Return the held-out contexts, once, in an order drawn from the seed."""
-        return held_out_contexts(self.base, self.text, seed)
+        return held_out_contexts(self.base, self.text, seed, self.own_text)
 
     def texts(self) -> Iterable[str]:
         """Return the held-out documents."""
         text = self.text
+        if self.own_text is not None:
+            return self.own_text
         return documents(
             text.source, text.split, text.column, text.streaming, part=text.part, tokenizer=self.base.tokenizer
         )
@@ -88,7 +99,7 @@ class Subject:
         return {
             "model": next(iter(self.trained.values())).provenance.model,
             "revision": self.base.revision,
-            "data": self.text.model_dump(),
+            "data": self.text.model_dump() | ({} if self.own_text is None else _identified(self.own_text)),
             **asked,
             "versions": versions(),
             "results": dict(results),
@@ -96,46 +107,68 @@ class Subject:
 
 
 def open_checkpoints(
-    paths: Sequence[str | Path],
+    paths: Layers,
     data: Mapping[str, Any] | None = None,
-    model: str | FrozenModel | None = None,
+    model: Any = None,
     device: str = "auto",
+    text: Any = None,
 ) -> Subject:
     """Load checkpoints of one base model, and that model.
 
     Args:
-        paths: layer folders, run folders (all layers in them), or Hub references to either.
+        paths: layer folders, run folders (all layers in them), Hub references to either, or layers that are loaded; or
+            a mapping of names, or blocks, to layers.
         data: fields of the training text to change; its held-out side is read unless a split is given here.
         model: base model to use in place of the one the checkpoints name: a local copy of it, say, or a loaded one.
         device: where to run; a loaded model stays where it is.
+        text: what to read in place of the training text: a source, or documents that Python code holds
+            (``in_memory``).
 
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
     """
-    loaded = named_layers(paths)
+    if isinstance(paths, Mapping):
+        names = {key: f"block{key}" if isinstance(key, int) else str(key) for key in paths}
+        loaded = {names[key]: as_trained(item) for key, item in paths.items()}
+    elif isinstance(paths, str | PathLike | Trained) or not isinstance(paths, Iterable):
+        loaded = named_layers([paths])
+    else:
+        loaded = named_layers(list(paths))
+    if not loaded:
+        raise MxdError("there is nothing to measure: give at least one layer.")
     source, revision, dtype = base_model(loaded)
-    text = _held_out(next(iter(loaded.values())), data or {})
-    base = load_frozen(model or source, revision=None if model else revision, dtype=dtype, device=device)
-    base.check_context(text.context)
+    named = text is None or isinstance(text, str | PathLike)
+    known: dict[str, Any] = (
+        {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
+    )
+    about = _held_out(next(iter(loaded.values())), known | dict(data or {}))
+    given = model is not None
+    base = load_frozen(model if given else source, revision=None if given else revision, dtype=dtype, device=device)
+    base.check_context(about.context)
     if isinstance(model, str):
         check_base(base, loaded, "--model")
-    return Subject(loaded, base, text)
+    return Subject(loaded, base, about, None if named else in_memory(text, about.column, tokenizer=base.tokenizer))
 
 
-def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0) -> Any:
+def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0, own_text: Iterable[str] | None = None) -> Any:
     """Return the contexts of an evaluation text once, in a drawn order, so that any part is like the whole.
 
     Args:
         base: the frozen base model, with its tokenizer.
         text: which text, and how long its contexts are.
         seed: draws the order.
+        own_text: documents to read in place of the text's source.
 
     Raises:
         MxdError: the model has no tokenizer, or the text cannot be read.
     """
     if base.tokenizer is None:
-        raise MxdError("the base model has no tokenizer.")
-    texts = documents(text.source, text.split, text.column, text.streaming, part=text.part, tokenizer=base.tokenizer)
+        raise MxdError("the base model has no tokenizer; load it with one, mxd.load_frozen(model, tokenizer=...).")
+    texts = own_text
+    if texts is None:
+        texts = documents(
+            text.source, text.split, text.column, text.streaming, part=text.part, tokenizer=base.tokenizer
+        )
     return token_contexts(texts, base.tokenizer, text.context, text.bos, seed, repeat=False, vocabulary=base.vocabulary)
 
 
@@ -149,6 +182,16 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     with whole_file(path) as file:
         write_json(file, dict(results))
     return path
+
+
+def _identified(texts: Iterable[str]) -> dict[str, str]:
+    """Return what identifies a list of documents: a hash of them; nothing of what can be read only as it comes."""
+    if not isinstance(texts, list):
+        return {}
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return {"documents_sha256": digest.hexdigest()}
 
 
 def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:

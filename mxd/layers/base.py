@@ -54,6 +54,9 @@ class ReplacementLayer(nn.Module, ABC):
         """Number of units."""
         return self.config.num_units or 0
 
+    def __repr__(self) -> str:
+        return self.config.summary
+
     def read(self, x: T, y: T) -> T:
         """Return which of the two the layer reads: what belongs to the MLP's input, or what belongs to its output.
 

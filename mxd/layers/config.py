@@ -248,6 +248,13 @@ class ReplacementConfig(BaseModel, ABC):
         return f"{self.label.lower()}-{self.sparsity.slug}"
 
     @property
+    def summary(self) -> str:
+        """The method, its sparsity, widths and size in one line."""
+        units = "?" if self.num_units is None else f"{self.num_units:,}"
+        size = "" if self.num_units is None or self.d_in is None else f", {self.num_params:,} parameters"
+        return f"{self.label} {self.sparsity.slug}, N = {units}, {self.d_in or '?'} -> {self.d_out or '?'}{size}"
+
+    @property
     def own_kinds(self) -> tuple[str, ...]:
         """The kinds of sparsity that this form of the method works with; empty: all that are ``general``."""
         return self.kinds

@@ -29,7 +29,7 @@ Record = Callable[
 """Token ids, blocks -> the inputs and outputs of their MLPs: ``FrozenModel.record``, or the same through a splice."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FrozenModel:
     """A causal language model in evaluation mode whose parameters take no gradient."""
 
@@ -60,6 +60,10 @@ class FrozenModel:
         if getattr(self.module, "is_loaded_in_8bit", False):
             return "int8"
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
+
+    def __repr__(self) -> str:
+        about = f"{self.num_blocks} blocks, width {self.mlp_widths(0)[0]}, {self.dtype} on {self.device}"
+        return f"FrozenModel {self.source}: {type(self.module).__name__}, {about}"
 
     @property
     def num_blocks(self) -> int:
@@ -155,12 +159,32 @@ class FrozenModel:
         """Return the next-token logits, in float32."""
         return self.module(input_ids=ids.to(self.device), use_cache=False).logits.float()
 
+    def ids(self, text: str) -> Int[Tensor, "1 seq"]:
+        """Return a text's token ids as training contexts hold them: after BOS, where the tokenizer has one.
+
+        Raises:
+            MxdError: the model has no tokenizer, or the text no token.
+        """
+        if self.tokenizer is None:
+            raise MxdError(f"{self.source} has no tokenizer; give token ids, or mxd.load_frozen(model, tokenizer=...).")
+        bos = self.tokenizer.bos_token_id
+        ids = [*([] if bos is None else [bos]), *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if not ids:
+            raise MxdError(f"the tokenizer finds no token in {text!r}.")
+        return torch.tensor([ids], device=self.device)
+
     @torch.no_grad()
     def record(
-        self, ids: Int[Tensor, "batch seq"], blocks: Sequence[int]
+        self, ids: Int[Tensor, "batch seq"] | str, blocks: Sequence[int] | int
     ) -> dict[int, tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]]]:
-        """Return the MLPs' inputs and outputs at some blocks; the forward stops after the last of them."""
-        with self.watched(blocks, stop=True) as recorded:
+        """Return block -> its MLP's inputs and outputs; the forward stops after the last of the blocks.
+
+        Args:
+            ids: token ids, or one text (``ids``).
+            blocks: numbers of blocks, or one number.
+        """
+        ids = self.ids(ids) if isinstance(ids, str) else ids
+        with self.watched([blocks] if isinstance(blocks, int) else blocks, stop=True) as recorded:
             self.module(input_ids=ids.to(self.device), use_cache=False)
         return recorded
 

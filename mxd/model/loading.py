@@ -4,6 +4,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mxd.common.hardware import amount, free_memory
 from mxd.common.network import asking_hub
 from mxd.model.families import find_blocks
 from mxd.model.frozen import FrozenModel
+from mxd.model.plain import PlainModel
 from mxd.model.vetting import ModelFiles, WeightCounts, bounded, find_weights, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float16}
@@ -40,7 +42,7 @@ def load_frozen(
 
     Args:
         source: a bundled name (``tiny-gpt2``), a Hub id, a local folder, a ``.gguf`` file, a loaded Hugging Face
-            model, or a TransformerLens bridge.
+            model, a TransformerLens bridge, or a module of one's own (``PlainModel``).
         revision: branch, tag or commit on the Hub.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (needs bitsandbytes: ``pip install 'mxd[bnb]'``);
             loaded objects keep their dtype.
@@ -89,16 +91,18 @@ def load_classifier(source: str, device: str = "auto") -> tuple[nn.Module, Any]:
 
 
 def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
-    """Return a loaded Hugging Face model or a TransformerLens bridge as a ``FrozenModel``, without changing it.
+    """Return a loaded Hugging Face model, a bridge or a module as a ``FrozenModel``, without changing it.
 
     Raises:
         MxdError: its blocks have no usable MLP.
     """
     if isinstance(source, FrozenModel):
-        return source
+        return source if tokenizer is None else replace(source, tokenizer=tokenizer)
     module = getattr(source, "original_model", source)
-    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+    if not isinstance(module, nn.Module):
         raise MxdError(f"a {type(module).__name__} is not a base model; give a name, a path or a loaded causal LM.")
+    if not hasattr(getattr(module, "config", None), "to_dict"):  # not one of transformers'
+        module = PlainModel(module)
     tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
     return _wrap(module, tokenizer, getattr(module.config, "_name_or_path", "") or type(module).__name__, None)
 
@@ -143,8 +147,12 @@ def outline(
     """
     if not isinstance(source, str | Path):
         loaded = wrap(source)
-        with torch.device("meta"):
-            module = type(loaded.module)(loaded.config)
+        module: nn.Module
+        if isinstance(loaded.module, PlainModel):
+            module = loaded.module.on_meta()
+        else:
+            with torch.device("meta"):
+                module = type(loaded.module)(loaded.config)
         name, revision = loaded.source, loaded.revision
     else:
         from transformers import AutoModelForCausalLM

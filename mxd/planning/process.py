@@ -9,9 +9,9 @@ from mxd.common.bundled import bundled
 from mxd.common.hardware import resident
 from mxd.common.processes import local_device
 from mxd.config import RunConfig
-from mxd.data.spool import IN_MEMORY
+from mxd.data.spool import MOST_IN_MEMORY
 from mxd.data.tables import DOCUMENTS, find_files, suffix_of
-from mxd.data.text import BUNDLED
+from mxd.data.text import BUNDLED, IN_MEMORY
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, outline, pick_device, wrap
 
@@ -107,7 +107,7 @@ def text_bytes(config: RunConfig) -> int:
     """Return the memory that a local text and its reader take; 0 where its size cannot be known."""
     import pyarrow.parquet as pq
 
-    if config.data.cache is not None:
+    if config.data.cache is not None or config.data.source == IN_MEMORY:  # which is there already
         return 0
     source = bundled("text/train.parquet") if config.data.source in BUNDLED else config.data.source
     whole = rows = 0
@@ -121,7 +121,7 @@ def text_bytes(config: RunConfig) -> int:
             rows += size
         else:
             whole += size
-    return TEXT_BYTES * (whole + min(rows, IN_MEMORY))
+    return TEXT_BYTES * (whole + min(rows, MOST_IN_MEMORY))
 
 
 def _saved(module: Any) -> int:

@@ -131,7 +131,7 @@ class Loop:
         if not any(replacement.needs_covariance for replacement in self.config.replacements):
             return {}
         group, shares = self.trainees[0].processes, self.phase.layout.shares
-        args = self.config, self.base, self.processes, group, shares, self.phase.record
+        args = self.config, self.base, self.processes, group, shares, self.phase.record, self.phase.text
         return self.filled(lambda: covariances(*args), stop)
 
     def next_batch(self, stream: Iterator[Batch], stop: Stop) -> Batch:

@@ -6,8 +6,8 @@ folder says was trained to the end, by this run, above the layers that are there
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mxd.artifacts.checkpoint import Trained, load_layer
@@ -41,9 +41,18 @@ class Phase:
     """Whether the run's folder has been written to before."""
     more: bool = False
     """Whether other phases follow."""
+    text: Iterable[str] | None = None
+    """Documents to read in place of the config's source."""
 
 
-def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processes, resume: bool) -> Iterator[Phase]:
+def phases(
+    config: RunConfig,
+    base: FrozenModel,
+    plan: Plan,
+    processes: Processes,
+    resume: bool,
+    text: Iterable[str] | None = None,
+) -> Iterator[Phase]:
     """Yield what is to be trained; each phase must be finished before the next is asked for.
 
     Args:
@@ -52,12 +61,13 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
         plan: the run's.
         processes: those of the launch.
         resume: whether the run is resumed.
+        text: as for ``Phase``.
 
     Raises:
         MxdError: a layer that is there is damaged, or not the one that this run trained.
     """
     if config.training.inputs == "base":
-        yield at_once(config, base, plan.replacements, plan.layout, resume)
+        yield replace(at_once(config, base, plan.replacements, plan.layout, resume), text=text)
         return
     states, number = config.folder / "state", len(plan.replacements)
     below: dict[int, Trained] = {}
@@ -79,6 +89,7 @@ def phases(config: RunConfig, base: FrozenModel, plan: Plan, processes: Processe
                 below=dict(digests),
                 begun=resume or place > 1,
                 more=place < number,
+                text=text,
             )
             with processes.together():
                 layer = load_layer(folder)

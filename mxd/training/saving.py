@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import save_layer
-from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file
@@ -188,14 +188,11 @@ class Saver:
 
     def provenance(self, trainee: Trainee, step: int, cursor: Cursor) -> Provenance:
         """Return what a layer replaces and how it was trained up to a step; arguments as for ``save``."""
-        config, training, block = self.config, self.config.training, trainee.number
-        return Provenance(
-            model=self.base.source,
-            revision=self.base.revision,
-            block=block,
-            fingerprint=self.base.fingerprint(block),
+        config, training = self.config, self.config.training
+        return Provenance.of(
+            self.base,
+            trainee.number,
             base_fingerprint=self.origin[BASE],
-            model_dtype=self.base.dtype,
             excluded_ids=tuple(excluded_ids_of(config, self.base)),
             data=config.data.model_dump(),
             text_hash=cursor.text,
@@ -204,7 +201,6 @@ class Saver:
             tokens=step * training.batch_tokens,
             seed=config.seed,
             config_hash=config_hash(config),
-            versions=versions(),
         )
 
 

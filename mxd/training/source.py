@@ -1,6 +1,6 @@
 """The batches a run trains on: read from the cache its config names, else recorded live from the base model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -39,6 +39,7 @@ def activation_stream(
     processes: Processes = ALONE,
     shares: Sequence[RankPart] | None = None,
     record: Record | None = None,
+    text: Iterable[str] | None = None,
 ) -> Iterator[Batch]:
     """Return the batches a run trains on: from ``data.cache`` where it is set, else live from the base model.
 
@@ -49,6 +50,7 @@ def activation_stream(
         processes: those that fill one buffer together.
         shares: the part of every batch that each process takes; by default all of it.
         record: runs the base model; by default as it is.
+        text: documents to read in place of ``data.source``.
 
     Raises:
         MxdError: no text, no tokenizer, a cache with another identity or too few tokens, or a text that differs from
@@ -57,7 +59,7 @@ def activation_stream(
     shares = shares or [RankPart(blocks_of(config, base))] * processes.world
     if config.data.cache is not None:
         return ahead(_cached(config, base, start, shares[processes.rank]), depth=2)
-    return _live(config, base, start, processes, shares, record=record)
+    return _live(config, base, start, processes, shares, record=record, text=text)
 
 
 def cache_activations(
@@ -106,9 +108,10 @@ def _live(
     shares: Sequence[RankPart] | None = None,
     accept: WindowFilter | None = None,
     record: Record | None = None,
+    text: Iterable[str] | None = None,
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
-    contexts = text_contexts(config, base, start)
+    contexts = text_contexts(config, base, start, text)
     if start is not None and start.text and isinstance(contexts, Finite):
         check_text(start.text, contexts.digest(start.context))
     per_buffer = max(1, training.buffer_tokens // data.context)
@@ -131,13 +134,16 @@ def _live(
     )
 
 
-def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) -> Finite | Streamed:
+def text_contexts(
+    config: RunConfig, base: FrozenModel, start: Cursor | None, text: Iterable[str] | None = None
+) -> Finite | Streamed:
     """Return the contexts of a run's text, to be read from a position on.
 
     Args:
         config: the run.
         base: its base model, with a tokenizer.
         start: the position; by default the beginning.
+        text: as for ``activation_stream``.
 
     Raises:
         MxdError: no text, or no tokenizer.
@@ -146,8 +152,10 @@ def text_contexts(config: RunConfig, base: FrozenModel, start: Cursor | None) ->
     if base.tokenizer is None:
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     base.check_context(data.context)
+    if text is None:
+        text = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer)
     contexts = token_contexts(
-        documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer),
+        text,
         base.tokenizer,
         data.context,
         data.bos,
@@ -234,6 +242,7 @@ def covariances(
     group: Processes,
     shares: Sequence[RankPart],
     record: Record | None = None,
+    text: Iterable[str] | None = None,
 ) -> dict[int, Covariance]:
     """Return block -> second moments over the first window's batches, for the blocks that this process trains at.
 
@@ -246,12 +255,13 @@ def covariances(
         group: those among them that take each step together.
         shares: the part of every batch that each process takes.
         record: runs the base model; by default as it is.
+        text: as for ``activation_stream``.
     """
     training = config.training
     batches = min(training.buffer_tokens // training.batch_tokens, training.steps)
     sums: dict[int, list[Tensor]] = {}
     count = 0
-    for batch in islice(activation_stream(config, base, None, processes, shares, record), batches):
+    for batch in islice(activation_stream(config, base, None, processes, shares, record, text), batches):
         count += len(batch.ids)
         for block, (x, y) in batch.sites.items():
             x, y = x.double(), y.double()

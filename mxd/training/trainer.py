@@ -8,8 +8,9 @@ additions happen.
 
 import ctypes
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from mxd.common.errors import MxdError, typed
-from mxd.common.files import clear_partials, is_partial
+from mxd.common.files import clear_partials, is_partial, writing
 from mxd.common.lock import LOCK_FILE, locked
 from mxd.common.parsing import differences
 from mxd.common.processes import Processes, launched
@@ -30,13 +31,19 @@ from mxd.training.loop import Loop
 from mxd.training.metrics import Metrics
 from mxd.training.phases import Phase, phases
 from mxd.training.saving import Saver
-from mxd.training.source import activation_stream, load_base
-from mxd.training.state import RUN_FILE, load_state
+from mxd.training.source import activation_stream, load_base, text_contexts
+from mxd.training.state import RUN_FILE, load_state, run_of
 from mxd.training.step import new_trainee
 
 
 def train(
-    config: RunConfig, resume: bool = False, model: Any = None, groups: int | None = None, shard: bool = False
+    config: RunConfig,
+    resume: bool = False,
+    model: Any = None,
+    groups: int | None = None,
+    shard: bool = False,
+    text: Iterable[str] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Train every replacement of a run and write them under ``config.folder``.
 
@@ -49,6 +56,8 @@ def train(
         model: a loaded base model, used in place of ``config.model.source``.
         groups: groups of processes, each of which trains replacements of its own (``parallel_layout``).
         shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
+        text: documents to read in place of ``config.data.source`` (``in_memory``).
+        overwrite: delete what an earlier run left in the folder, once it is known that this one can begin.
 
     Returns:
         The run's folder: ``config.yaml``, ``metrics.jsonl``, ``state/`` and one folder for each replacement.
@@ -60,17 +69,27 @@ def train(
     if resume:
         config = as_recorded(config)
     with launched(config.timeout) as processes, ExitStack() as stack:
-        processes.agree(recorded(config) | {"--resume": resume, "--groups": groups, "--shard": shard})
+        options = {"--resume": resume, "--groups": groups, "--shard": shard, "overwrite": overwrite}
+        processes.agree(recorded(config) | options)
         console.quiet = not processes.first
         stack.callback(setattr, console, "quiet", False)
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))
-                claim(config, resume, "train")
-        return _train(config, resume, model, processes, groups, shard)
+                claim(config, resume, "train", overwrite)
+        return _train(config, resume, model, processes, groups, shard, text, overwrite)
 
 
-def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, groups: int | None, shard: bool) -> Path:
+def _train(
+    config: RunConfig,
+    resume: bool,
+    model: Any,
+    processes: Processes,
+    groups: int | None,
+    shard: bool,
+    text: Iterable[str] | None,
+    overwrite: bool,
+) -> Path:
     from accelerate import Accelerator
 
     try:
@@ -82,8 +101,14 @@ def _train(config: RunConfig, resume: bool, model: Any, processes: Processes, gr
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     config, plan = prepare(config, model, processes, groups, shard)
     base = load_base(config, model)
+    if overwrite:
+        with processes.together():
+            if config.data.cache is None:
+                text_contexts(config, base, None, text)  # raises what would end the new run
+            if processes.first:
+                clear(config.folder)
     with _products(config.training.tf32), _repeatable(config.training.deterministic):
-        for phase in phases(config, base, plan, processes, resume):
+        for phase in phases(config, base, plan, processes, resume, text):
             _train_phase(phase, config, base, accelerator, processes, resume, shard)
     return config.folder
 
@@ -114,7 +139,7 @@ def _train_phase(
         saver.restore(state, shard)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
     with processes.together():
-        stream = activation_stream(phase.config, base, cursor, processes, layout.shares, phase.record)
+        stream = activation_stream(phase.config, base, cursor, processes, layout.shares, phase.record, phase.text)
     saver.begin(state)
     Loop(phase, base, trainees, metrics, saver, processes, shard, step, cursor).run(stream)
 
@@ -177,24 +202,29 @@ def _told_apart(config: RunConfig, existing: Path) -> str:
     return f", with other settings ({'; '.join(changed)})" if changed else ", with these very settings"
 
 
-def claim(config: RunConfig, resume: bool, command: str) -> None:
+def claim(config: RunConfig, resume: bool, command: str, overwrite: bool = False) -> None:
     """Refuse to mix two runs in one folder.
 
     Args:
         config: the run.
         resume: whether it continues one that is there.
         command: of mxd, with which it would be resumed.
+        overwrite: whether it takes the place of one that is there.
 
     Raises:
-        MxdError: the folder holds another run, or none to resume.
+        MxdError: the folder holds another run, none to resume, or something that is not a run's to overwrite.
     """
     folder = config.folder
     existing = folder / "config.yaml"
     others = {child.name for child in folder.iterdir() if not is_partial(child)} - {"config.yaml", RUN_FILE, LOCK_FILE}
-    if others and not resume:
+    if overwrite and resume:
+        raise MxdError("resume continues a run and overwrite deletes it; give one of them.")
+    if others and overwrite:
+        check_run(folder)
+    elif others and not resume:
         raise MxdError(
             f"{folder} already holds a run{_told_apart(config, existing)}. Continue it with --resume, or choose "
-            "another name with --run NAME."
+            "another name with --run NAME. (In Python: resume=True, overwrite=True, or another run in the config.)"
         )
     if resume and not existing.exists():
         raise MxdError(f"nothing to resume in {folder}: there is no config.yaml. Start without --resume.")
@@ -205,3 +235,30 @@ def claim(config: RunConfig, resume: bool, command: str) -> None:
             f"Resume with: mxd {command} {typed(existing)} --resume"
         )
     clear_partials(folder)
+
+
+def check_run(folder: Path) -> None:
+    """Refuse to delete a folder that is not a run's and nothing else.
+
+    Raises:
+        MxdError: it lacks what every run begins with, or other runs lie inside.
+    """
+    inside = [child.name for child in folder.iterdir() if (child / RUN_FILE).exists()]
+    if folder.is_symlink() or inside or not (folder / "config.yaml").is_file() or run_of(folder) is None:
+        why = f"holds other runs ({', '.join(inside)})" if inside else f"is not a run ({RUN_FILE} and config.yaml)"
+        raise MxdError(f"{folder} {why}, so it is not overwritten. Move it away, or choose another run or out.")
+
+
+def clear(folder: Path) -> None:
+    """Delete what a run left, what tells that it is one last; the lock stays.
+
+    Raises:
+        MxdError: something cannot be deleted.
+    """
+    last = ("config.yaml", RUN_FILE)
+    with writing(folder):
+        for child in sorted(folder.iterdir(), key=lambda child: child.name in last):
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            elif child.name != LOCK_FILE:
+                child.unlink()

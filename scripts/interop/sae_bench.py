@@ -20,6 +20,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 import mxd
 from mxd.data.contexts import token_contexts
 from mxd.data.text import documents
+from mxd.evaluation.faithfulness import evaluate
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 
@@ -52,7 +53,7 @@ def peer(work: Path) -> None:
     _, y = model.record(torch.from_numpy(rows).long(), [BLOCK])[BLOCK]
     config = TopKSAEConfig(num_units=UNITS, sparsity=TopKConfig(k=K)).resolve(model.mlp_shape(BLOCK))
     layer = train(config, *[y[:, 1:-1].reshape(-1, y.shape[-1])] * 2)
-    ours = mxd.evaluate(model, {"sae": {BLOCK: layer}}, lambda start: iter(rows[start:]), rows.size, [0])["sae"]
+    ours = evaluate(model, {"sae": {BLOCK: layer}}, lambda start: iter(rows[start:]), rows.size, [0])["sae"]
     bridge = build_bridge_from_module(
         other.module, "GPT2LMHeadModel", hf_config=other.module.config, tokenizer=model.tokenizer
     )

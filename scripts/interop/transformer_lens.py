@@ -12,6 +12,7 @@ from interop.common import check, main
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import mxd
+from mxd.evaluation.faithfulness import evaluate
 from mxd.layers import parse_layer
 
 TESTS = (
@@ -40,7 +41,7 @@ def peer(work: Path) -> None:
         check(work, f"{release} {name}: input of the replacement", cache["blocks.4.mlp.hook_in"], x, 1e-5)
         check(work, f"{release} {name}: output of the replacement", cache["blocks.4.mlp.hook_out"], y, 1e-5)
         numbers_of = [
-            mxd.evaluate(m, {"both": layers}, lambda start: iter(rows[start:]), rows.size)["both"]
+            evaluate(m, {"both": layers}, lambda start: iter(rows[start:]), rows.size)["both"]
             for m in (model, mxd.load_frozen(bridge))
         ]
         for key in ("ce_spliced", "ce_increase", "kl", "ce_zero"):

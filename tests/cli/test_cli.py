@@ -57,6 +57,25 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert code == 0 and (tmp_path / "e.json").exists()
 
 
+def test_init_writes_a_config_that_loads_and_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mxd.config import load_config
+
+    monkeypatch.chdir(tmp_path)
+    for kind, name in {"own": "own", "gpt2": "gpt2", "pythia": "pythia-410m", "llama": "llama-3.2-3b"}.items():
+        code, out, _ = mxd(capsys, "init", *(() if kind == "own" else (kind,)))
+        assert code == 0 and f"mxd train {name}.yaml" in out
+        assert load_config(f"{name}.yaml").run == name and Path(f"{name}.yaml").read_text().startswith("# ")
+    code, _, _ = mxd(capsys, "init", "own", "--out", "deep/mine.yaml")
+    assert code == 0 and "`mxd train deep/mine.yaml`" in Path("deep/mine.yaml").read_text()
+    Path("own.yaml").write_text("mine")
+    code, _, err = mxd(capsys, "init")
+    assert code == 1 and "own.yaml is there already" in err and Path("own.yaml").read_text() == "mine"
+    code, _, err = mxd(capsys, "init", "gpt3")
+    assert code == 2 and "pythia" in err
+
+
 @pytest.mark.long
 def test_generate(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert mxd(capsys, "train", str(config))[0] == 0

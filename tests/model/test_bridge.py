@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import mxd
+from mxd.evaluation.faithfulness import evaluate
 from mxd.layers import parse_layer
 from mxd.model.loading import load_frozen
 from mxd.splice import splice, spliced
@@ -50,7 +50,7 @@ def test_evaluating_a_bridge_gives_the_models_numbers(family, bridge, layers, ma
     rows = np.random.default_rng(0).integers(1, 4096, (6, 16), dtype=np.int64)
     sets = {"both": layers, "sae": {1: layer_for(family, 1, "topk_sae")}}
     expected, got = (
-        mxd.evaluate(model, sets, lambda start: iter(rows[start:]), rows.size, masked, forward_contexts=4)
+        evaluate(model, sets, lambda start: iter(rows[start:]), rows.size, masked, forward_contexts=4)
         for model in (family, load_frozen(bridge))
     )
     for name in sets:

@@ -14,7 +14,7 @@ from runs import small
 from mxd.common import hardware
 from mxd.common.errors import MxdError
 from mxd.common.hardware import _group_limits, copy_speed, free_disk, product_speed
-from mxd.data.spool import IN_MEMORY
+from mxd.data.spool import MOST_IN_MEMORY
 from mxd.layers import LAYERS, MLPShape, size
 from mxd.layers.objective import forward_backward
 from mxd.model.loading import load_frozen, outline
@@ -319,8 +319,10 @@ def test_the_memory_of_a_text_is_that_of_all_its_files_whatever_names_them(tmp_p
         config = small(tmp_path / "runs", data={"source": str(tmp_path / source)})
         assert text_bytes(config) == TEXT_BYTES * total
     with (tmp_path / "0.jsonl").open("ab") as file:
-        file.truncate(10 * IN_MEMORY)
-    assert text_bytes(small(tmp_path / "runs", data={"source": str(tmp_path / "*.jsonl")})) == TEXT_BYTES * IN_MEMORY
+        file.truncate(10 * MOST_IN_MEMORY)
+    assert (
+        text_bytes(small(tmp_path / "runs", data={"source": str(tmp_path / "*.jsonl")})) == TEXT_BYTES * MOST_IN_MEMORY
+    )
 
 
 def test_what_was_planned_before_changes_no_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,390 @@
+"""mxd in Python: what can be given, what comes back, and what is refused."""
+
+import ast
+import importlib
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from glob import glob
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_same_run, small, stop_after
+from torch import nn
+
+import mxd
+from mxd.artifacts.sets import as_trained
+from mxd.common.errors import MxdError
+from mxd.training.trainer import train as run_training
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [f"The President of country {i} has said that {i * i} is the number of people there." for i in range(300)]
+KEPT = ("block1-mxd-k4", "block1-mxd-k8")
+
+
+def fields(out, **changes):
+    return {
+        "run": "r",
+        "out": str(out),
+        "blocks": [1],
+        "replacements": [{"method": "mxd", "sparsity": {"kind": "topk", "k": [4, 8]}}],
+        "data": {"context": 16},
+        "sizing": {"expansion": 9},
+        "training": {"recipe": "short", "tokens": 512, "batch_tokens": 256, "buffer_tokens": 256, "log_every": 1},
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def run(gpt2, tmp_path_factory):
+    return mxd.train(fields(tmp_path_factory.mktemp("runs")), TEXTS, model=gpt2)
+
+
+def test_a_run_is_its_folder_layers_and_metrics(run):
+    assert sorted(run.names) == sorted(run.layers) == sorted(KEPT)
+    assert (run / "config.yaml").is_file() and Path(run) == run.folder == mxd.Run(str(run.folder)).folder
+    trained = run[KEPT[0]]
+    assert torch.equal(trained.layer.bias, run.layers[KEPT[0]].layer.bias)
+    table = run.to_pandas()
+    assert list(table["step"]) == [1, 1, 2, 2] and set(table["replacement"]) == set(KEPT)
+    with pytest.raises(MxdError, match=r"unknown layer 'x'; choose one of: block1-mxd-k4"):
+        run["x"]
+    with pytest.raises(MxdError, match=r"metrics.jsonl"):
+        mxd.Run(run.folder / KEPT[0]).to_pandas()
+
+
+def test_a_config_may_be_a_path_plain_data_or_a_config(run, gpt2, tmp_path):
+    config = mxd.load_config(run / "config.yaml")
+    (tmp_path / "c.yaml").write_text((run / "config.yaml").read_text())
+    for given in (config, str(tmp_path / "c.yaml"), config.model_dump(mode="json")):
+        again = mxd.train(given, TEXTS, model=gpt2, resume=True)
+        assert again.folder == run.folder
+    with pytest.raises(MxdError, match=r"blocs.*Did you mean 'blocks'"):
+        mxd.train(fields(tmp_path, blocs=1))
+
+
+def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):
+    config = mxd.load_config(run / "config.yaml")
+    assert config.model.source == gpt2.source and config.data.source == "memory"
+    about = run[KEPT[0]].provenance
+    assert (
+        about.model == gpt2.source
+        and about.data["source"] == "memory"
+        and re.fullmatch("[0-9a-f]{32}", about.text_hash)
+    )
+
+
+@pytest.mark.long
+def test_documents_are_trained_on_as_those_of_a_file(run, gpt2, tmp_path):
+    """The same token ids in the same order, however they are given; as they come, in an order of their own."""
+    import datasets
+
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS))
+    given = {
+        "file": str(tmp_path / "train.jsonl"),
+        "tuple": tuple(TEXTS),
+        "dataset": datasets.Dataset.from_dict({"text": TEXTS}),
+        "stream": (text for text in TEXTS),
+    }
+    hashes = {}
+    for name, text in given.items():
+        made = mxd.train(fields(tmp_path, run=name), text, model=gpt2)
+        hashes[name] = made[KEPT[0]].provenance.text_hash
+        same = torch.equal(made[KEPT[0]].layer.bias, run[KEPT[0]].layer.bias)
+        assert same == (name != "stream"), name
+    expected = run[KEPT[0]].provenance.text_hash
+    assert [name for name in given if hashes[name] == expected] == ["file", "tuple", "dataset"]
+    in_config = fields(tmp_path, run="config", data={"context": 16, "source": TEXTS})
+    assert mxd.train(in_config, model=gpt2)[KEPT[0]].provenance.text_hash == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("streamed", [False, True], ids=["list", "stream"])
+def test_a_resumed_run_ends_as_one_that_was_not_stopped_and_refuses_another_text(streamed, gpt2, tmp_path):
+    def text(documents):
+        return (document for document in documents) if streamed else documents
+
+    data = {"source": "memory", "split": "train", "context": 16}
+    replacements = [{"method": "mxd", "sparsity": {"kind": "topk", "k": 8}}]
+    training = {"tokens": 2048, "batch_tokens": 256, "buffer_tokens": 512, "save_every": 2}
+    whole, part = (
+        small(tmp_path, run=name, blocks=[1], data=data, training=training, replacements=replacements)
+        for name in ("whole", "part")
+    )
+    run_training(whole, model=gpt2, text=text(TEXTS))
+    stop_after(5, part, gpt2, text=text(TEXTS))
+    others = [[text.upper() for text in TEXTS], *([] if streamed else [TEXTS[:-1]])]  # a stream's end was not read yet
+    for other in others:
+        with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
+            run_training(part, resume=True, model=gpt2, text=text(other))
+    with pytest.raises(MxdError, match=r"held by Python code.*text="):
+        run_training(part, resume=True, model=gpt2)
+    run_training(part, resume=True, model=gpt2, text=text(TEXTS))
+    assert_same_run(part.folder, whole.folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (3, "of type int; expected documents"),
+        ({"train": TEXTS}, "text has parts, 'train'"),
+        ([TEXTS[0], 3], "document 1 of the text is of type int"),
+        (["short"], "less than one context"),
+        ([], "less than one context"),
+        (Path("nothing.txt"), "no text at 'nothing.txt'"),
+    ],
+    ids=["number", "mapping", "item", "short", "empty", "path"],
+)
+def test_what_is_not_a_text_is_refused_and_leaves_an_earlier_run(text, message, run, gpt2):
+    before = (run / "run_id").read_text()
+    with pytest.raises(MxdError, match=message):
+        mxd.train(fields(run.folder.parent), text, model=gpt2, overwrite=True)
+    assert (run / "run_id").read_text() == before and sorted(run.names) == sorted(KEPT)
+
+
+def test_a_table_is_refused_and_its_column_is_not():
+    import pandas
+
+    from mxd.data.text import in_memory
+
+    table = pandas.DataFrame({"text": TEXTS})
+    with pytest.raises(MxdError, match="text has parts, 'text'"):
+        in_memory(table)
+    assert in_memory(table["text"]) == TEXTS
+
+
+def test_an_iterator_is_not_read_twice(gpt2, tmp_path):
+    linear = fields(tmp_path, replacements=[{"method": "linear"}])
+    with pytest.raises(MxdError, match="an iterator, which can be read only once"):
+        mxd.train(linear, iter(TEXTS), model=gpt2)
+    mxd.train(linear, dict.fromkeys(TEXTS).keys(), model=gpt2)
+
+
+def test_a_text_beside_a_cache_is_refused(tmp_path, gpt2):
+    with pytest.raises(MxdError, match=r"data.cache holds.*leave out text"):
+        mxd.train(fields(tmp_path, data={"cache": str(tmp_path)}), TEXTS, model=gpt2)
+
+
+def test_only_a_run_is_overwritten(gpt2, tmp_path):
+    first = mxd.train(fields(tmp_path), TEXTS, model=gpt2)
+    ids = [(first / "run_id").read_text()]
+    (first / "old.txt").write_text("of the earlier run")
+    with pytest.raises(MxdError, match=r"already holds a run.*overwrite=True"):
+        mxd.train(fields(tmp_path), TEXTS, model=gpt2)
+    again = mxd.train(fields(tmp_path, seed=1), TEXTS, model=gpt2, overwrite=True)
+    ids.append((again / "run_id").read_text())
+    assert ids[0] != ids[1] and not (again / "old.txt").exists() and again[KEPT[0]].provenance.seed == 1
+    with pytest.raises(MxdError, match="give one of them"):
+        mxd.train(fields(tmp_path), TEXTS, model=gpt2, overwrite=True, resume=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    with pytest.raises(MxdError, match="is not a run"):
+        mxd.train(fields(tmp_path, run="mine"), TEXTS, model=gpt2, overwrite=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep me"
+    mxd.train(fields(again.folder, run="inside"), TEXTS, model=gpt2)
+    with pytest.raises(MxdError, match=r"holds other runs \(inside\)"):
+        mxd.train(fields(tmp_path), TEXTS, model=gpt2, overwrite=True)
+
+
+@pytest.mark.long
+def test_one_block_after_another_is_overwritten_too(gpt2, tmp_path):
+    """Layers of the earlier run must not be taken for finished ones of this."""
+    config = fields(
+        tmp_path, blocks=[0, 1], replacements=[{"method": "transcoder", "sparsity": {"kind": "topk", "k": 4}}]
+    )
+    config["training"] = config["training"] | {"inputs": "spliced"}
+    mxd.train(config, TEXTS, model=gpt2)
+    again = mxd.train(config | {"seed": 1}, TEXTS, model=gpt2, overwrite=True)
+    assert {layer.provenance.seed for layer in again.layers.values()} == {1}
+
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(d), nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Own(nn.Module):
+    """A model that knows nothing of transformers."""
+
+    def __init__(self, many=False):
+        super().__init__()
+        self.embedding, self.many = nn.Embedding(4096, 16), many
+        self.blocks, self.head = nn.ModuleList(Block(16) for _ in range(2)), nn.Linear(16, 4096)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x), None) if self.many else self.head(x)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["logits", "tuple"])
+def test_a_module_of_ones_own_is_a_base_model(many, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    module = Own(many)
+    config = fields(tmp_path, replacements=[{"method": "transcoder", "sparsity": {"kind": "topk", "k": 4}}])
+    run = mxd.train(config, TEXTS, model=module, tokenizer=tokenizer)
+    assert run["block1-tc-k4"].provenance.model == "Own"
+    model = mxd.load_frozen(module, tokenizer=tokenizer)
+    ids = model.ids("The President")
+    x, y = model.record(ids, [1])[1]
+    assert torch.equal(y, module.blocks[1].mlp(x))
+    logits = model.logits(ids)
+    assert torch.equal(logits, module(ids)[0] if many else module(ids))
+    with mxd.spliced(model, {1: run["block1-tc-k4"]}):
+        expected = module.head(module.blocks[0](module.embedding(ids)) + run["block1-tc-k4"](x))
+        assert torch.allclose(model.logits(ids), expected, atol=1e-5)
+    assert torch.equal(model.logits(ids), logits)
+    assert mxd.evaluate(run, TEXTS, tokens=32, model=model).only.tokens > 0
+    with pytest.raises(MxdError, match=r"nn.Embedding"):
+        mxd.load_frozen(nn.Linear(2, 2))
+
+
+def test_a_tokenizer_belongs_to_a_loaded_model(gpt2, tokenizer, tmp_path):
+    with pytest.raises(MxdError, match="tokenizer belongs to a loaded model"):
+        mxd.train(fields(tmp_path), TEXTS, model="tiny-gpt2", tokenizer=tokenizer)
+    bare = mxd.load_frozen(gpt2.module)
+    with pytest.raises(MxdError, match="no tokenizer"):
+        mxd.train(fields(tmp_path), TEXTS, model=bare)
+    assert mxd.load_frozen(bare, tokenizer=tokenizer).tokenizer is tokenizer
+
+
+def test_numbers_are_attributes_and_a_table(run, gpt2, tmp_path):
+    results = mxd.evaluate(run, TEXTS[:50], tokens=128, model=gpt2)
+    assert results.names == [f"r/{name}" for name in KEPT] and len(results) == 2
+    document = results.document["results"]
+    one = results[results.names[0]]
+    assert one.ce_increase == document[one.name]["ce_increase"]
+    assert one.normalized_mse == document[one.name]["blocks"]["1"]["normalized_mse"]
+    with pytest.raises(AttributeError, match=r"'ce_incrase' was not measured.*Did you mean 'ce_increase'"):
+        one.ce_incrase  # noqa: B018
+    with pytest.raises(MxdError, match="unknown splice 'x'"):
+        results["x"]
+    with pytest.raises(MxdError, match="choose one of: r/"):
+        results.only  # noqa: B018
+    table = results.to_pandas()
+    assert list(table["name"]) == results.names and list(table["k"]) == [4, 8]
+    assert list(table["ce_increase"]) == [measured.ce_increase for measured in results]
+    assert list(table["l0"]) == [measured.l0 for measured in results]
+    assert "CE increase" in repr(one) and repr(results).count("\n") == 1
+    assert mxd.common.files.read_json(results.save(tmp_path / "f.json"))["results"].keys() == document.keys()
+    other = mxd.evaluate(run, TEXTS[:49], tokens=128, model=gpt2).document["data"]
+    assert other["source"] == "memory" != other["documents_sha256"] != results.document["data"]["documents_sha256"]
+
+
+def test_layers_may_be_given_as_they_are(run, gpt2):
+    layers = run.layers
+    first = layers[KEPT[0]]
+    expected = mxd.evaluate(run / KEPT[0], TEXTS, tokens=32, model=gpt2).only.ce_increase
+    for given in (first, [first], {1: first}, {1: str(run / KEPT[0])}, [run / KEPT[0]]):
+        found = mxd.evaluate(given, TEXTS, tokens=32, model=gpt2).only
+        assert found.ce_increase == expected
+    unsaved = mxd.Trained(first.layer, first.provenance)
+    assert mxd.evaluate(unsaved, TEXTS, tokens=32, model=gpt2).names == [KEPT[0]]
+    with pytest.raises(MxdError, match=r"does not say what it replaces.*Provenance.of"):
+        as_trained(first.layer)
+    with pytest.raises(MxdError, match="at least one layer"):
+        mxd.evaluate([], TEXTS, model=gpt2)
+    with pytest.raises(MxdError, match="never saved"):
+        unsaved.push_to_hub("org/name")
+    with pytest.raises(MxdError, match=r"held by Python code.*mxd.evaluate"):
+        mxd.evaluate(run, model=gpt2)
+    with pytest.raises(MxdError, match="tokens is 0"):
+        mxd.evaluate(run, TEXTS, tokens=0, model=gpt2)
+
+
+def test_pandas_is_named_where_it_is_missing(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MxdError, match="pip install pandas"):
+        run.to_pandas()
+
+
+def test_a_layer_of_ones_own_loop_is_saved_with_what_the_model_tells(gpt2, tmp_path):
+    layer = mxd.size(mxd.TranscoderConfig().resolve(gpt2.mlp_shape(1)), 9).build()
+    about = mxd.Provenance.of(gpt2, 1, tokens=7, seed=3)
+    saved = mxd.save_layer(tmp_path / "layer", layer, about)
+    found = mxd.load_layer(saved)
+    assert found.provenance == about and (about.tokens, about.seed, about.block) == (7, 3, 1)
+    assert about.fingerprint == gpt2.fingerprint(1) and about.base_fingerprint == gpt2.base_fingerprint()
+    x, _ = gpt2.record("The President", 1)[1]
+    with mxd.spliced(gpt2, {1: found}):
+        spliced = gpt2.mlp(1)(x)
+    assert torch.equal(found(x), layer(x)) and torch.equal(spliced, found(x))
+    with pytest.raises(MxdError, match="provenance: tokns"):
+        mxd.Provenance.of(gpt2, 1, tokns=7)
+    with pytest.raises(MxdError, match="block 9 is out of range"):
+        mxd.Provenance.of(gpt2, 9)
+
+
+def test_a_text_is_recorded_as_its_token_ids(gpt2):
+    ids = torch.tensor([[0, *gpt2.tokenizer("The President")["input_ids"]]])
+    assert torch.equal(gpt2.ids("The President"), ids)
+    a, b = gpt2.record("The President", 1), gpt2.record(ids, [1])
+    assert a.keys() == b.keys() == {1} and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+    with pytest.raises(MxdError, match="no tokenizer"):
+        mxd.load_frozen(gpt2.module).record("The President", 1)
+
+
+def test_representations_are_short(run, gpt2):
+    trained = run[KEPT[0]]
+    config = trained.layer.config
+    summary = f"MxD k4, N = {config.num_units}, 32 -> 32, {config.num_params:,} parameters"
+    assert repr(trained.layer) == summary
+    assert repr(trained) == f"Trained {summary}, for block 1 of {gpt2.source}"
+    assert repr(gpt2).startswith(f"FrozenModel {gpt2.source}: GPT2LMHeadModel, 3 blocks, width 32, float32")
+    assert repr(run).splitlines()[1] == f"  block1-mxd-k4: {summary}, 512 tokens"
+    assert repr(mxd.Run(Path("nowhere"))) == "Run nowhere"
+
+
+def test_the_stub_lists_what_is_there():
+    stub = ast.parse((ROOT / "mxd" / "__init__.pyi").read_text())
+    (listed,) = (ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(listed) == dir(mxd)
+    assert {config.__name__ for config in mxd.LAYERS.values()} <= set(listed)
+    from mxd.layers.sparsity import SPARSITIES
+    from mxd.questions import RESULTS
+
+    assert {config.__name__ for config in SPARSITIES.values()} <= set(listed)
+    for question in set(RESULTS) - {"tuned"}:
+        assert getattr(mxd, question) is importlib.import_module(f"mxd.evaluation.{question}").answer
+        assert f"{question.capitalize()}Config" in listed
+
+
+def test_help_is_one_screen():
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        help(mxd)
+    assert len(shown.getvalue().splitlines()) < 70
+    for name in re.findall(r"mxd\.(\w+)", mxd.__doc__):
+        assert hasattr(mxd, name), name
+
+
+def test_the_package_holds_the_configs_the_stub_and_its_types():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mxd"]
+    held = {name for pattern in patterns for name in glob(pattern, root_dir=ROOT / "mxd", recursive=True)}
+    shipped = {f"assets/configs/{path.name}" for path in ROOT.joinpath("configs").glob("*.yaml")}
+    assert len(shipped) > 10 and shipped | {"py.typed", "__init__.pyi"} <= held
+
+
+@pytest.mark.long
+def test_type_checkers_see_through_the_lazy_imports(tmp_path):
+    (tmp_path / "right.py").write_text(
+        "import mxd, torch\nfrom typing import assert_type\n"
+        "run = mxd.train({}, ['a'], overwrite=True)\nassert_type(run, mxd.Run)\n"
+        "assert_type(run['x'](torch.zeros(1)), torch.Tensor)\n"
+        "with mxd.spliced(mxd.load_frozen('tiny-gpt2'), {2: run['x']}) as model: assert_type(model, mxd.FrozenModel)\n"
+        "mxd.probing(mxd.open_checkpoints(run), mxd.ProbingConfig(limit=10))\n"
+    )
+    (tmp_path / "wrong.py").write_text("import mxd\nmxd.train(3)\nmxd.lode_layer\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--ignore-missing-imports"]
+    done = subprocess.run([*command, "right.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(": error")[0] for line in lines[:-1]] == ["wrong.py:2", "wrong.py:3"], done.stdout
+    assert "load_layer" in lines[1]
