@@ -263,7 +263,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
     """Turn what transformers raises while it loads a model, or a part of it, into one clear error."""
     from transformers.utils import logging
 
-    if name in BUNDLED:  # loaded before anybody could read a bar
+    hidden = name in BUNDLED and logging.is_progress_bar_enabled()  # loaded before anybody could read a bar
+    if hidden:
         logging.disable_progress_bar()
     try:
         yield
@@ -280,7 +281,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
         hint = _CHOICES if isinstance(error, OSError) else ""
         raise MxdError(f"cannot load base model {name!r}: {part}{reason}{hint}") from error
     finally:
-        logging.enable_progress_bar()
+        if hidden:
+            logging.enable_progress_bar()
 
 
 _CHOICES = (
