@@ -211,7 +211,8 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     figure = frontier(results, folder / "frontier.png")
     save_results(results, numbers)
     show_faithfulness(results)
-    say(f"numbers: {numbers}\ntable:   {table} (every column, and what each means)\nfigure:  {figure}\n\n{READ}")
+    say(f"numbers: {numbers}\ntable:   {table} (every column, and what each means)\nfigure:  {figure}\n")
+    show(READ)
 
 
 def _worker(text: str | None) -> tuple[int, int] | None:
