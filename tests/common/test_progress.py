@@ -78,6 +78,7 @@ def test_the_width_is_that_of_columns_where_there_is_no_terminal(monkeypatch) ->
         ("{:.0%}", 0.004, "0.4%"),
         ("{:,.0f}", 0.3, "0.3"),
         ("{:.4f}", 0.0, "0.0000"),
+        ("{:.2f}", 6.2e-17, "0.00"),
         ("{:.4f}", float("nan"), "nan"),
         ("{:.4f}", float("inf"), "inf"),
     ],
