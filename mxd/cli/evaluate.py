@@ -17,11 +17,13 @@ from mxd.cli.shared import (
     check_checkpoints,
     configured,
     save,
+    save_table,
     say,
     show,
     show_faithfulness,
 )
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.questions import (
     DEFAULTS,
     FaithfulnessConfig,
@@ -53,7 +55,8 @@ def evaluate(
         how: The question's config.
         on: The text and the base model.
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
-            and for a Hub reference faithfulness-NAME.json in this one.
+            and for a Hub reference faithfulness-NAME.json in this one. Without this option table.md goes
+            beside it, with every column.
         lm_eval: Tasks of the lm-evaluation-harness to score the base and each splice on, too: arc_easy,hellaswag. Needs
             pip install 'mxd[lm-eval]'.
         lm_eval_limit: Documents of each task to use, at most.
@@ -71,7 +74,9 @@ def evaluate(
     tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
     results = answer(on.open("evaluate", checkpoints), how, together, tasks)
     show_faithfulness(results)
-    save(results, checkpoints, "faithfulness-together" if together else "faithfulness", out)
+    numbers = save(results, checkpoints, "faithfulness-together" if together else "faithfulness", out)
+    if out is None:
+        say(f"table:   {save_table(results, numbers)} (every column, and what each means)")
 
 
 @app.command
@@ -105,7 +110,8 @@ def generate(
         lengths = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= how.tokens]
         shares = ", ".join(f"{result['match'][n - 1]:.1%} to {n}" for n in lengths)
         if prompt is None:
-            say(f"of {result['prompts']} prompts the same: {shares}; mean {result['agreed_tokens']:.1f} tokens\n")
+            prompts, agreed = plural(result["prompts"], "prompt"), result["agreed_tokens"]
+            say(f"of {prompts} the same: {shares}; mean {agreed:.1f} tokens\n")
     if prompt is None or out is not None:
         save(results, checkpoints, "generation-together" if together else "generation", out)
 

@@ -3,9 +3,42 @@
 import io
 import os
 import sys
+import warnings
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from mxd.cli import evaluate, masks, share, train, units  # noqa: F401  the commands, for ``app``
 from mxd.cli.shared import app, rank
+
+NO_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Variables that switch off other libraries' bars; what a person set stays as it is."""
+
+
+@app.meta.default
+def _run(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Run a command.
+
+    Args:
+        words: the command and its options.
+        quiet: Print errors and results alone: no progress, no notes, no warnings, no next steps. With any command.
+    """
+    from mxd.common import progress
+
+    if quiet or not sys.stderr.isatty():
+        for name in NO_BARS:
+            os.environ.setdefault(name, "1")
+    with progress.quiet(quiet), warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        app(words)
+
+
+app.meta.help_flags = app.meta.version_flags = ()  # the commands' own
+app.register_install_completion_command(help="Install completion of commands and options for this shell.")
 
 
 def _end_bars() -> None:
@@ -28,7 +61,7 @@ def main() -> None:
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["tune"], ["cache"]):
             raise errors.SharedError("only `mxd train`, `tune`, `cache` run in many processes; start this one in one.")
-        app(sys.argv[1:])
+        app.meta(sys.argv[1:])
     except errors.MxdError as error:
         _end_bars()
         if not (error.shared and rank()):

@@ -1,12 +1,12 @@
 """Commands that exchange layers and models: info, push, pull, convert, export-model."""
 
-import json
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import HELD_OUT, HeldOut, app, say
+from mxd.cli.shared import HELD_OUT, HeldOut, app, say, show, suggest
 from mxd.common.errors import MxdError, typed
 
 
@@ -81,32 +81,43 @@ def export_model(
 
     export_checkpoints(model, checkpoints, out, named)
     say(f"done: {out}\nsize: {exported_size(out)}")
-    say(f"next: AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
+    suggest(f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)")
 
 
 @app.command
-def info(checkpoint: str) -> None:
-    """Print a checkpoint's config, parameters and provenance, as JSON.
+def info(checkpoint: str, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Print a checkpoint's config, parameters and provenance.
 
     Unfactorised parameters are how many they would be if every expert had a matrix of its own.
 
     Args:
         checkpoint: a layer folder, a run folder (every layer in it), or a Hub reference to either.
+        json: Print everything as JSON, for other programs.
     """
-    from mxd.artifacts.folders import find_layers, read_config
+    from mxd.artifacts.folders import find_layers, read_layer
     from mxd.artifacts.hub import cached_reference
+    from mxd.report.info import info_tables
+
+    paths = find_layers(checkpoint, weights=False)
+    if json:
+        say(dumps({str(cached_reference(path) or path): _described(path) for path in paths}, indent=2))
+    else:
+        show(
+            *info_tables(
+                checkpoint, {str(cached_reference(path) or path.name or path): read_layer(path) for path in paths}
+            )
+        )
+        suggest(f"mxd info {typed(checkpoint)} --json (every field)")
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Return a layer's config as it is stored, with its numbers of parameters."""
+    from mxd.artifacts.folders import read_config
     from mxd.layers import parse_layer
 
-    described: dict[str, Any] = {}
-    for path in find_layers(checkpoint, weights=False):
-        config = read_config(path)
-        layer = parse_layer(config.get("layer"))
-        described[str(cached_reference(path) or path)] = {
-            "parameters": layer.num_params,
-            "unfactorised_parameters": layer.unfactorised_params,
-            **config,
-        }
-    say(json.dumps(described, indent=2))
+    config = read_config(path)
+    layer = parse_layer(config.get("layer"))
+    return {"parameters": layer.num_params, "unfactorised_parameters": layer.unfactorised_params, **config}
 
 
 @app.command
@@ -136,7 +147,8 @@ def push(
 
     _draw(checkpoint)
     pushed = send(checkpoint, repo, private, revision, create_pr, None, license, message)
-    say(f"pushed: {pushed.url}\nrevision: {pushed.revision}\nnext: mxd info {typed(f'{repo}@{pushed.revision}')}")
+    say(f"pushed: {pushed.url}\nrevision: {pushed.revision}")
+    suggest(f"mxd info {typed(f'{repo}@{pushed.revision}')}")
 
 
 @app.command
@@ -153,7 +165,7 @@ def pull(reference: str, folder: Path | None = None, *, pattern: str = "*") -> N
     paths = fetch(reference, folder, pattern)
     for path in paths:
         say(f"pulled: {path}")
-    say(f"next: mxd evaluate {typed(*paths)}")
+    suggest(f"mxd evaluate {typed(*paths)}")
 
 
 def _draw(folder: Path) -> None:

@@ -189,8 +189,24 @@ def show_faithfulness(results: dict[str, Any]) -> None:
         show(tasks_table(results["lm_eval"]))
 
 
-def save(results: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> None:
-    """Write results to a JSON file.
+def save_table(results: dict[str, Any], numbers: Path) -> Path:
+    """Write the tables of faithfulness with all their columns, in Markdown, beside the numbers; return the file.
+
+    Args:
+        results: of ``mxd evaluate``.
+        numbers: the file that holds them; ``table.md`` goes beside ``faithfulness.json``.
+    """
+    from mxd.common.files import atomic_file
+    from mxd.report.tables import markdown_tables
+
+    path = numbers.with_name(f"{numbers.stem.replace('faithfulness', 'table')}.md")
+    with atomic_file(path) as file:
+        file.write_text(printable(markdown_tables(results)), encoding="utf-8")
+    return path
+
+
+def save(results: dict[str, Any], checkpoints: Sequence[str], name: str, out: Path | None) -> Path:
+    """Write results to a JSON file, and say where; return the file.
 
     Args:
         results: of a question.
@@ -203,16 +219,22 @@ def save(results: dict[str, Any], checkpoints: Sequence[str], name: str, out: Pa
 
     reference = reference_of(checkpoints[0])
     default = Path(f"{name}-{reference.name}.json") if reference else Path(checkpoints[0], f"{name}.json")
-    say(f"numbers: {save_results(results, out or default)}")
+    path = save_results(results, out or default)
+    say(f"numbers: {path}")
+    return path
 
 
 def show(*lines: Any) -> None:
-    """Print texts and tables with rich, at the width of the terminal."""
+    """Print texts and tables with rich; a table that is wider than the terminal in parts, one below the other."""
+    from rich.table import Table
+
     from mxd.common.progress import PlainConsole
+    from mxd.report.tables import fitted
 
     console = PlainConsole()
     for line in lines:
-        console.print(line)
+        for part in fitted(line, console.width) if isinstance(line, Table) else [line]:
+            console.print(part)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:
@@ -263,6 +285,14 @@ def say(text: str) -> None:
     """Print a text; in a launch of many processes only the first prints."""
     if not rank():
         sys.stdout.write(printable(text) + "\n")
+
+
+def suggest(command: str) -> None:
+    """Print what may be typed next; not under ``--quiet``."""
+    from mxd.common.progress import console
+
+    if not console.quiet:
+        say(f"next: {command}")
 
 
 def rank() -> int:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from mxd.cli.shared import FLAT, OutFile, app, configured, rank, say, show, show_faithfulness
-from mxd.common.errors import MxdError, printable, typed
+from mxd.cli.shared import FLAT, OutFile, app, configured, rank, save_table, say, show, show_faithfulness, suggest
+from mxd.common.errors import MxdError, typed
 from mxd.tuning import GUARD_TOKENS, UNCHANGED, TuneConfig
 
 TRAIN = ("resume", "groups", "shard", "deterministic")
@@ -16,6 +16,11 @@ CONFIGS = {"gpt2": "gpt2", "pythia": "pythia-410m", "llama": "llama-3.2-3b", "ow
 """What `mxd init` writes, by the name of the shipped config."""
 DEMO_TOKENS = 32_768
 """Held-out tokens that the demo measures on."""
+READ = (
+    "How to read it: first CE increase, what a layer costs the model; then routed, near 0 for a dense MLP in disguise, "
+    "and fixed, which is well above NMSE for a mixture of decoders and equal to it for a transcoder."
+)
+"""What the demo says last."""
 
 
 @app.command
@@ -47,7 +52,8 @@ def train(
     from mxd.training.trainer import train as run
 
     folder = run(parsed, resume=resume, groups=groups, shard=shard)
-    say(f"done: {folder}\nnext: mxd evaluate {typed(folder)}")
+    say(f"done: {folder}")
+    suggest(f"mxd evaluate {typed(folder)}")
 
 
 @app.command
@@ -87,7 +93,7 @@ def tune(
         results = before_and_after(folder, guard_tokens)
         show(*tuned_tables(results))
         say(f"numbers: {save_results(results, folder / 'tuned.json')}")
-    say(f"next: mxd whole {typed(*checkpoints[: 0 if resume else None], folder)}")
+    suggest(f"mxd whole {typed(*checkpoints[: 0 if resume else None], folder)}")
 
 
 @app.command
@@ -114,7 +120,8 @@ def cache(
     from mxd.training.source import cache_activations
 
     cache_activations(parsed, folder, dtype=dtype, worker=_worker(worker))
-    say(f"done: {folder}\nnext: mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
+    say(f"done: {folder}")
+    suggest(f"mxd train {typed(config)} --data.cache {typed(folder)} (with the same overrides)")
 
 
 @app.command
@@ -213,13 +220,11 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     import shutil
 
     from mxd.common.bundled import bundled_path
-    from mxd.common.files import atomic_file
     from mxd.config import dump_config, load_config
     from mxd.evaluation.checkpoints import open_checkpoints, save_results
     from mxd.evaluation.faithfulness import answer
     from mxd.questions import FaithfulnessConfig
     from mxd.report.figures import frontier
-    from mxd.report.tables import markdown_tables
     from mxd.training.trainer import train as run_training
 
     config = load_config(bundled_path("demo.yaml"), ["--out", out, "--run", run])
@@ -232,12 +237,12 @@ def demo(out: str = "checkpoints", run: str = "demo") -> None:
     folder = run_training(config, resume=interrupted)
     how = FaithfulnessConfig(tokens=DEMO_TOKENS)
     results = answer(open_checkpoints([folder], device=config.model.device), how)
-    with atomic_file(folder / "table.md") as file:
-        file.write_text(printable(markdown_tables(results)), encoding="utf-8")
+    table = save_table(results, numbers)
     figure = frontier(results, folder / "frontier.png")
     save_results(results, numbers)
     show_faithfulness(results)
-    say(f"numbers: {numbers}\ntable:   {folder / 'table.md'}\nfigure:  {figure}")
+    say(f"numbers: {numbers}\ntable:   {table} (every column, and what each means)\nfigure:  {figure}\n")
+    show(READ)
 
 
 def _worker(text: str | None) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """Progress of long work: a bar with rate and time left on a terminal, about ten lines elsewhere."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -12,20 +13,25 @@ from rich.segment import Segment
 from rich.text import Text
 
 from mxd.common.errors import printable
+from mxd.common.numbers import shown
 
 WIDTH = 160
-"""Columns of text where no terminal is known."""
+"""Columns of text where no terminal is known, nor a width in ``COLUMNS``."""
+BAR = 24
+"""Columns of a progress bar, where there is room for them."""
+BESIDE_BAR = 54
+"""Columns left to the title, the percentage, the rate and the time before a bar gets narrower."""
 
 
 class PlainConsole(Console):
     """A console that prints text literally: no markup, no emoji codes, no control characters.
 
-    Without a terminal it is ``WIDTH`` columns wide.
+    It is as wide as ``COLUMNS`` says or else the terminal; without either, ``WIDTH`` columns.
     """
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
-        if not self.is_terminal:
+        if not self.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
             self.width = WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -39,6 +45,17 @@ class PlainConsole(Console):
 
 
 console = PlainConsole(stderr=True)
+
+
+@contextmanager
+def quiet(when: bool = True) -> Iterator[None]:
+    """Keep notes and progress from being shown in a block, if ``when``; errors and results are not its concern."""
+    before = console.quiet
+    console.quiet = before or when
+    try:
+        yield
+    finally:
+        console.quiet = before
 
 
 @cache
@@ -59,42 +76,72 @@ class Advance(Protocol):
 def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Iterator[Advance]:
     """Show progress from ``done`` to ``total``; on a terminal as a bar, otherwise as about ten lines.
 
+    A note stands on lines of its own below the bar, cut at the terminal's width, so that it never takes room from the
+    bar, the rate or the time left.
+
     Args:
         title: the name of the work.
         total: the amount of work.
-        unit: of the amounts.
+        unit: of the amounts, in the plural; beside the bar its first word alone.
         done: the amount that is done already; it does not count towards the rate.
     """
-    if console.is_terminal:
+    if console.quiet:
+        yield _nothing
+    elif console.is_terminal:
         with _bar(title, total, unit, done) as advance:
             yield advance
     else:
         yield _lines(title, total, unit, done)
 
 
+def _nothing(amount: int, note: str = "") -> None:
+    """Report nothing."""
+
+
 @contextmanager
 def _bar(title: str, total: int, unit: str, done: int) -> Iterator[Advance]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
+    class Title(ProgressColumn):
+        """The name of the work: the only column that gives way where there is no room for all."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+    class Bar(Progress):
+        """A bar with its note below."""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            yield self.make_tasks_table(self.tasks)
+            for task in self.tasks:
+                for line in task.fields["note"].splitlines():
+                    yield Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+    whole = [Column(no_wrap=True) for _ in range(4)]
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        Title(),
+        BarColumn(max(8, min(BAR, console.width - BESIDE_BAR)), table_column=whole[0]),
+        TextColumn("{task.percentage:>3.0f}%", table_column=whole[1]),
+        TextColumn("{task.fields[rate]}", table_column=whole[2]),
+        TimeRemainingColumn(table_column=whole[3]),
     )
     start, before = time.monotonic(), done
-    with Progress(*columns, console=console) as bar:
+    with Bar(*columns, console=console) as bar:
         task = bar.add_task(title, total=total, completed=done, rate="", note="")
 
         def advance(amount: int, note: str = "") -> None:
             nonlocal done
             done += amount
             rate = (done - before) / max(time.monotonic() - start, 1e-9)
-            bar.update(task, advance=amount, rate=f"{rate:,.0f} {unit}/s", note=note)
+            bar.update(task, advance=amount, rate=_rate(rate, unit.partition(" ")[0]), note=note)
 
         yield advance
+
+
+def _rate(rate: float, unit: str) -> str:
+    """Return a rate as text; a slow one keeps the digits that tell it from none."""
+    return f"{shown('{:,.0f}' if rate >= 10 else '{:.1f}', rate)} {unit}/s"
 
 
 def _lines(title: str, total: int, unit: str, done: int) -> Advance:
@@ -108,8 +155,9 @@ def _lines(title: str, total: int, unit: str, done: int) -> Advance:
             elapsed = time.monotonic() - start
             rate = (done - before) / max(elapsed, 1e-9)
             left = (total - done) / max(rate, 1e-9)
-            line = f"{title}: {done:,}/{total:,} {unit}, {rate:,.0f} {unit}/s, {left:,.0f} s left {note}"
-            sys.stderr.write(printable(line) + "\n")
+            noted = "  ".join(note.splitlines())
+            line = f"{title}: {done:,}/{total:,} {unit}, {_rate(rate, unit)}, {left:,.0f} s left {noted}"
+            sys.stderr.write(printable(line.rstrip()) + "\n")
             sys.stderr.flush()
 
     return advance

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.labelled import labelled_texts
 from mxd.evaluation.checkpoints import Subject
@@ -190,7 +191,7 @@ class _Ablated:
         activity = self.dropping.activity(padded_batches(self.texts.rows, self.texts.measuring, self.size))
         whole, asked = np.zeros((2, self.classes), dtype=int)
         changes = np.zeros((2, len(activity.units), self.classes), dtype=int)
-        title = f"{len(activity.units)} units of {name} and as many controls"
+        title = f"{plural(len(activity.units), 'unit')} of {name} and as many controls"
         with progress(title, len(self.texts.measuring) + activity.again, "texts") as advance:
             for batch in padded_batches(self.texts.rows, self.texts.measuring, self.size):
                 at = self.dropping.at(batch)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
@@ -105,7 +106,9 @@ def evaluate_explaining(
         chosen = {name: _chosen(model, name, trained, rows[:half], how, units) for name, trained in layers.items()}
         fired = _fired(model, layers, chosen, batches)
     results: dict[str, dict[str, Any]] = {}
-    with progress(f"explaining units of {len(layers)} layers", len(layers) * len(PROMPTS), "prompts") as advance:
+    with progress(
+        f"explaining units of {plural(len(layers), 'layer')}", len(layers) * len(PROMPTS), "prompts"
+    ) as advance:
         for number, (name, trained) in enumerate(layers.items()):
             rng = np.random.default_rng([how.seed, number])
             known = {

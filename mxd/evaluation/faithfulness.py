@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions, special_ids
 from mxd.evaluation.account import Account
@@ -345,7 +346,7 @@ def evaluate(
     modules = [layer for member in measured.values() for layer in member.layers.values()]
     with (
         evaluation_mode(modules, model.device),
-        progress(f"evaluating {len(measured)} splices", total, "tokens through the model") as advance,
+        progress(f"evaluating {plural(len(measured), 'splice')}", total, "tokens through the model") as advance,
     ):
         means = _first_pass(model, measured.values(), batches, ids, advance)
         ablations = {blocks: Ablations.of(model, blocks, means, ids) for blocks in block_groups}

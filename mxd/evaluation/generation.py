@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject, describe
@@ -208,7 +209,9 @@ def evaluate_generation(
         raise MxdError("nothing to evaluate: give at least one replacement in each set.")
     splices = {name: Splice(model, members) for name, members in sets.items()}
     results = {}
-    with progress(f"generating with {len(sets)} splices", (1 + len(sets)) * len(prompts) * new_tokens) as advance:
+    with progress(
+        f"generating with {plural(len(sets), 'splice')}", (1 + len(sets)) * len(prompts) * new_tokens
+    ) as advance:
         base = _greedy(model, prompts, new_tokens, batch, advance)
         for name, splice in splices.items():
             with splice.entered():

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
+from mxd.common.numbers import plural
 from mxd.data.labelled import labelled_texts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import text_sums
@@ -107,7 +108,7 @@ def evaluate_masking(
     groups = [domains.index(label) for label in labels]
     text = halves(model.tokenizer, texts, groups, domains, how.limit, context, bos, how.seed)
     chooser = ByDomain(keyed_layers(sets), groups, len(domains), how.ratio)
-    title = f"masking {len(domains)} domains in {len(sets)} splices"
+    title = f"masking {plural(len(domains), 'domain')} in {plural(len(sets), 'splice')}"
     begun = [] if beside is None else beside.prompts(model, text, texts, domains, bos)
     ablations = ablate(model, sets, text, chooser, title, how.seed, batch)
     about = {"domains": domains, "ratio": how.ratio, "texts": text.measured}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import LabelledTexts, labelled_texts
@@ -113,10 +114,10 @@ def evaluate_probing(
             sites.setdefault(f"MLP neurons, block {number}", (number, "neurons", excluded_ids))
     results: dict[str, dict[str, Any]] = {name: {} for name in sites}
     tokens = sum(len(row) for probed in probed_sets for row in probed.ids)
-    with progress(f"reading {len(sets)} labelled sets", tokens) as advance:
+    with progress(f"reading {plural(len(sets), 'labelled set')}", tokens) as advance:
         pooled = [_pool(model, probed, set(sites.values()), neurons, forward_tokens, advance) for probed in probed_sets]
     fits = len(sites) * sum(len(texts.classes) for texts in sets)
-    with progress(f"probing {len(sites)} sets of units", fits, "classes") as advance:
+    with progress(f"probing {plural(len(sites), 'set')} of units", fits, "classes") as advance:
         for texts, probed, vectors in zip(sets, probed_sets, pooled, strict=True):
             for name, site in sites.items():
                 units = _units(layers.get(name), vectors[site])
@@ -130,7 +131,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name in next(iter(results.values())):
         first = next(iter(results.values()))[name]
         lines.append(
-            f"{name}: {len(first['classes'])} classes, {first['level']} level, "
+            f"{name}: {plural(len(first['classes']), 'class', 'classes')}, {first['level']} level, "
             f"{first['n_train']} + {first['n_test']} texts; mean F1 of the best units (of those best in training)"
         )
         for units, by_set in results.items():

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import scored_texts
 from mxd.evaluation.checkpoints import Subject
@@ -145,7 +146,7 @@ def evaluate_purging(
     of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
     chooser = ByScore(keyed_layers(sets), of_tokens, how.thresholds, how.seed)
     begun = [] if beside is None else beside.prompts(model, text, texts, names, bos)
-    ablations = ablate(model, sets, text, chooser, f"purging {len(sets)} splices", how.seed, batch)
+    ablations = ablate(model, sets, text, chooser, f"purging {plural(len(sets), 'splice')}", how.seed, batch)
     extra: dict[str, dict[str, Any]] = {name: {} for name in sets}
     if beside is not None:
         masks = [f"{threshold:g}" for threshold in how.thresholds]

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 
 from mxd.artifacts.checkpoint import Trained
+from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import special_ids
 from mxd.data.grouped import grouped_texts
@@ -106,7 +107,7 @@ def evaluate_rewrite(
     tried, measured = 1 + len(how.strengths) * (2 + gates), 2 + gates
     total = len(layers) * (len(split.fitting) + len(split.tuning) * tried + len(split.measuring) * measured)
     token = _token(model, split)
-    with evaluating(model, layers), progress(f"rewriting {len(layers)} layers", total, "texts") as advance:
+    with evaluating(model, layers), progress(f"rewriting {plural(len(layers), 'layer')}", total, "texts") as advance:
         return {
             name: {"block": trained.provenance.block, "num_units": trained.layer.num_units, "token": token}
             | _rewritten(Rewriting(model, trained, split.rows, split.labels, batch), split, how, advance)

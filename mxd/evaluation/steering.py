@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.evaluation.checkpoints import Subject
@@ -97,7 +98,7 @@ def evaluate_steering(
         Splice(model, {trained.provenance.block: trained})  # for its checks; what is spliced in later is ``Steered``
     results = {}
     total = sum(len(numbers) + 1 for numbers in chosen.values()) * how.samples * how.tokens
-    with progress(f"steering with {sum(map(len, chosen.values()))} units", total) as advance:
+    with progress(f"steering with {plural(sum(map(len, chosen.values())), 'unit')}", total) as advance:
         for name, trained in layers.items():
             results[name] = _generated(model, trained, chosen[name], how, ids, batch, advance)
     if judges:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import Contexts, head_ids
 from mxd.evaluation.checkpoints import Subject
@@ -66,7 +67,7 @@ def evaluate_structure(
     leaders = {name: torch.zeros(trained.layer.num_units, dtype=torch.int64) for name, trained in layers.items()}
     moments = {name: CodeMoments(trained.layer) for name, trained in layers.items()}
     with evaluating(model, layers):
-        with progress(f"structure: leading units of {len(layers)} layers", how.tokens) as advance:
+        with progress(f"structure: leading units of {plural(len(layers), 'layer')}", how.tokens) as advance:
             for batch in streamed(contexts, how.tokens, forward_contexts):
                 for name, code, _ in codes(model, layers, batch):
                     moments[name].count(code)
@@ -74,7 +75,7 @@ def evaluate_structure(
                     leaders[name] += torch.bincount(unit[activation > 0].cpu(), minlength=len(leaders[name]))
                 advance(batch.size)
         counts = {name: min(how.experts, trained.layer.num_units) for name, trained in layers.items()}
-        with progress(f"structure: ranks of {len(layers)} layers", sum(counts.values()), "units") as advance:
+        with progress(f"structure: ranks of {plural(len(layers), 'layer')}", sum(counts.values()), "units") as advance:
             ranks = {
                 name: weight_ranks(trained.layer, range(counts[name]), advance) for name, trained in layers.items()
             }

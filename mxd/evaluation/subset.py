@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions
 from mxd.evaluation.checkpoints import Subject
@@ -274,7 +275,7 @@ def evaluate_subset(
     splices = len(layers) * (1 + len(how.modes) * (len(shares(how)) + how.draws * drawing))
     total = choosing.size + measuring.size * (1 + splices)
     blocks = sorted({trained.provenance.block for trained in layers.values()})
-    title = f"subsets of the units of {len(layers)} layers"
+    title = f"subsets of the units of {plural(len(layers), 'layer')}"
     with evaluating(model, layers), progress(title, total, "tokens through the model") as advance:
         size = forward_contexts or _at_a_time(layers, rows.shape[1])
         corpora = _corpora(model, layers, choosing, size, advance)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import head_ids
 from mxd.data.labelled import scored_texts
@@ -162,7 +163,9 @@ class Toxicity:
         splices: dict[Any, Splice | None] = {None: None} | dict(ways(model, sets, ablations))
         scored, written = {}, {}
         per_way = len(self.begun) * (self.how.samples + 1)
-        with progress(f"continuing prompts under {len(splices)} masks", len(splices) * per_way, "texts") as advance:
+        with progress(
+            f"continuing prompts under {plural(len(splices), 'mask')}", len(splices) * per_way, "texts"
+        ) as advance:
             for key, splice in splices.items():
                 with nullcontext() if splice is None else splice.entered():
                     samples = list(self._sampled(model))

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import Contexts, counted_positions
 from mxd.evaluation.checkpoints import Subject
@@ -159,7 +160,8 @@ class UnderMask:
         found = {key: Prediction() for key in splices}
         lowest, excluded = sorted({min(splice.layers) for splice in splices.values()}), special(model)
         total = self.how.tokens * (1 + len(splices))
-        with progress(f"held-out text under {len(splices)} masks", total, "tokens through the model") as advance:
+        title = f"held-out text under {plural(len(splices), 'mask')}"
+        with progress(title, total, "tokens through the model") as advance:
             for batch in streamed(self.contexts, self.how.tokens):
                 ids = ids_of(batch).to(model.device)
                 counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
@@ -176,7 +178,9 @@ class UnderMask:
     ) -> dict[Key, Int[Tensor, "prompts n"]]:
         """Return what each way writes."""
         found = {}
-        with progress(f"generating under {len(splices)} masks", len(splices) * len(prompts), "prompts") as advance:
+        with progress(
+            f"generating under {plural(len(splices), 'mask')}", len(splices) * len(prompts), "prompts"
+        ) as advance:
             for key, splice in splices.items():
                 with splice.entered():
                     found[key] = greedy(model, prompts, self.how.new_tokens)

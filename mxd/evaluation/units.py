@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
@@ -96,7 +97,7 @@ def evaluate_units(
     samples = {name: IntervalSamples(t.layer.num_units, how.contexts, how.seed) for name, t in layers.items()}
     with evaluating(model, layers), TemporaryFile() as file:
         read = width = 0
-        with progress(f"units of {len(layers)} layers", how.tokens) as advance:
+        with progress(f"units of {plural(len(layers), 'layer')}", how.tokens) as advance:
             for batch in streamed(contexts, how.tokens, forward_contexts):
                 width = batch.shape[1]
                 for name, code, position in codes(model, layers, batch):

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions
 from mxd.evaluation.checkpoints import Subject, describe
@@ -246,7 +247,7 @@ def evaluate_whole(
     total = (2 + 2 * len(measured) + splices) * sum(batch.size for batch in batches)
     with (
         evaluation_mode(modules, model.device),
-        progress(f"evaluating {splices} splices", total, "tokens through the model") as advance,
+        progress(f"evaluating {plural(splices, 'splice')}", total, "tokens through the model") as advance,
     ):
         _first_pass(model, measured.values(), batches, ids, advance)
         base = _second_pass(model, measured.values(), batches, ids, advance)

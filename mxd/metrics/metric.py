@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mxd.common import numbers
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -37,6 +39,10 @@ class Metric:
         """One sentence that explains it."""
         return self.says + (", in nats" if self.unit == "nats" else "")
 
+    def text(self, value: float) -> str:
+        """Return a value as it is printed: never as zero when it is not."""
+        return numbers.shown(self.form, value)
+
     def of(self, result: Mapping[str, Any]) -> float | None:
         """Return its value: the result's own, or the mean over its blocks; ``None`` where there is none."""
         value = _at(result, self.key)
@@ -50,14 +56,14 @@ class Metric:
         """Return its value as text: ``n/a`` where it is undefined, ``-`` where it was not measured."""
         value = self.of(result)
         if value is not None:
-            return self.form.format(value)
+            return self.text(value)
         return "n/a" if self.key in result else "-"
 
     def with_error(self, result: Mapping[str, Any]) -> str:
         """Return its value as text with its standard error, where it has one that is finite."""
         error = _at(result, self.error) if self.error else None
         known = error is not None and math.isfinite(error)
-        return f"{self.shown(result)} ± {self.form.format(error).lstrip('+')}" if known else self.shown(result)
+        return f"{self.shown(result)} ± {self.text(error).lstrip('+')}" if known else self.shown(result)
 
 
 def _at(values: Mapping[str, Any], path: str) -> float | None:

@@ -272,7 +272,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
     """Turn what transformers raises while it loads a model, or a part of it, into one clear error."""
     from transformers.utils import logging
 
-    if name in BUNDLED:  # loaded before anybody could read a bar
+    hidden = name in BUNDLED and logging.is_progress_bar_enabled()  # loaded before anybody could read a bar
+    if hidden:
         logging.disable_progress_bar()
     try:
         with asking_hub() if not Path(name).exists() and name not in BUNDLED else nullcontext():
@@ -291,7 +292,8 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
         here = "" if Path(name).exists() or name in BUNDLED else "there is no folder of that name here, and the Hub: "
         raise MxdError(f"cannot load base model {name!r}: {here}{part}{reason}{hint}") from error
     finally:
-        logging.enable_progress_bar()
+        if hidden:
+            logging.enable_progress_bar()
 
 
 _CHOICES = (

@@ -13,6 +13,7 @@ import torch
 
 from mxd.common.errors import MxdError
 from mxd.common.hardware import amount, free_disk, free_memory
+from mxd.common.numbers import plural
 from mxd.common.processes import ALONE, Processes
 from mxd.common.progress import console
 from mxd.config import RunConfig
@@ -316,7 +317,7 @@ def check_memory(config: RunConfig, plan: Plan, lower: str = LOWER) -> None:
 def _divided(groups: Sequence[Sequence[int]]) -> str:
     """Return the options that train groups of blocks in runs of their own."""
     runs = " and ".join(f"--blocks '{list(group)}'" for group in groups)
-    return f": {len(groups)} runs fit, with names of their own (--run NAME) and {runs}" if groups else ""
+    return f": {plural(len(groups), 'run')} fit, with names of their own (--run NAME) and {runs}" if groups else ""
 
 
 def _listed(parts: Mapping[str, int]) -> str:
@@ -360,8 +361,8 @@ def prepare(
     one = ", one after the other" if plan.phases > 1 else ""
     parts = f", each batch in {number} parts" if number > 1 else ""
     console.print(
-        f"{len(plan.replacements)} replacements, {plan.params:,} parameters{one}{parts}; memory on {plan.device}: "
-        f"{amount(needed)} while {phase}",
-        soft_wrap=True,
+        f"{plural(len(plan.replacements), 'replacement')}, {plan.params:,} parameters{one}{parts}; "
+        f"memory on {plan.device}: {amount(needed)} while {phase}",
+        soft_wrap=not console.is_terminal,
     )
     return config, plan

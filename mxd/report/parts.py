@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
 
+from mxd.common.numbers import shown
 from mxd.metrics.metric import Metric
 from mxd.report.figures import OTHERS, PALETTE, STYLES
 from mxd.report.source import Node
@@ -188,7 +189,7 @@ def number(node: Node | None, form: str) -> Cell:
     if node is None:
         return Cell(NOTHING)
     value = node.number()
-    return Cell(form.format(value) if math.isfinite(value) else NOTHING, node.source)
+    return Cell(shown(form, value) if math.isfinite(value) else NOTHING, node.source)
 
 
 def column(metric: Metric) -> Column:
@@ -211,7 +212,7 @@ def with_error(cell: Cell, error: Node | None, form: str = "{:.4f}") -> Cell:
     """
     if error is None or not isinstance(error.value, float) or not math.isfinite(error.value):
         return cell
-    return replace(cell, text=f"{cell.text} ± {form.format(error.value).lstrip('+')}")
+    return replace(cell, text=f"{cell.text} ± {shown(form, error.value).lstrip('+')}")
 
 
 def measured_with_error(result: Node, metric: Metric) -> Cell:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mxd.common.numbers import plural
 from mxd.planning.plan import Plan, peak
 from mxd.planning.time import Speeds, Times, product_seconds
 
@@ -54,7 +55,7 @@ def plan_numbers(plan: Plan, speeds: Speeds, times: Times, tokens: int, steps: i
 
 def _work(plan: Plan, speeds: Speeds) -> Table:
     table = Table(
-        title=f"{len(plan.replacements)} replacements, {plan.params:,} parameters; work of {_doing(plan)}",
+        title=f"{plural(len(plan.replacements), 'replacement')}, {plan.params:,} parameters; work of {_doing(plan)}",
         title_justify="left",
     )
     for title in ("", "units", "parameters", "unfactorised", "MFLOP a token", "kB moved a token", "floor, us a token"):
@@ -88,7 +89,7 @@ def _time(plan: Plan, times: Times, tokens: int, steps: int) -> Iterator[str]:
     yield f"expected: {times.step:.3f} s a step ({listed}), {tokens / times.step:,.0f} tokens/s"
     if plan.phases > 1:
         yield f"{plan.phases} blocks one after the other: a step here is one of each; memory is that of the largest"
-    yield f"in all {steps:,} steps of {_doing(plan)}, {_span(steps * times.step)}"
+    yield f"in all {plural(steps, 'step')} of {_doing(plan)}, {_span(steps * times.step)}"
 
 
 def _span(seconds: float) -> str:

@@ -1,17 +1,24 @@
 """Results as tables: in the terminal and in Markdown."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.cells import cell_len
+from rich.table import Column, Table
 
 from mxd.common.markdown import grid
+from mxd.common.numbers import plural
 from mxd.common.progress import WIDTH
 from mxd.metrics import QUESTIONS, explained
 from mxd.metrics.dropped import LARGEST_DROP
+from mxd.metrics.faithful import CE_INCREASE, DEAD, FIXED, NMSE, ROUTED
 
 HEAD = ("method", "block", "sparsity")
+ESSENTIAL = (NMSE, CE_INCREASE, DEAD, FIXED, ROUTED)
+"""What a terminal too narrow for every column shows of an evaluation."""
+PROSE = 24
+"""Columns that a cell of words may be narrowed to, where its table is too wide; numbers are never broken."""
 
 
 def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
@@ -32,7 +39,7 @@ def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
 def _head(name: str, result: Mapping[str, Any]) -> list[str]:
     first, *others = result["replacements"]
     if others:
-        return [name, f"{len(result['blocks'])} layers", "-"]
+        return [name, plural(len(result["blocks"]), "layer"), "-"]
     return [first["method"], str(first["block"]), first["sparsity"]]
 
 
@@ -42,30 +49,68 @@ def _order(item: tuple[str, Any]) -> tuple[int, str, int]:
 
 
 def terminal_tables(evaluation: Mapping[str, Any], width: int = WIDTH) -> list[Table]:
-    """Return an evaluation as rich tables that fit into ``width`` characters; wider ones are split into several."""
-    fitted = []
+    """Return an evaluation as rich tables: all of ``tables`` where each fits, else one of what is essential.
+
+    Args:
+        evaluation: its results.
+        width: of the terminal, in columns.
+    """
     titles = caption(evaluation), *list(QUESTIONS)[1:]
-    for title, rows in zip(titles, tables(evaluation), strict=True):
-        for i, chosen in enumerate(_fitting(rows, width)):
-            table = Table(title=None if i else title, title_justify="left")
-            for column in chosen:
-                table.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
-            for row in rows[1:]:
-                table.add_row(*(row[column] for column in chosen))
-            fitted.append(table)
-    return fitted
+    full = [_rich(title, rows) for title, rows in zip(titles, tables(evaluation), strict=True)]
+    if all(_width(table.columns) <= width for table in full):
+        return full
+    results = sorted(evaluation["results"].items(), key=_order)
+    rows = [
+        ["method", "block", "K", *(metric.title for metric in ESSENTIAL)],
+        *([*_head(name, result), *(metric.with_error(result) for metric in ESSENTIAL)] for name, result in results),
+    ]
+    return list(fitted(_rich(titles[0], rows), width, len(HEAD)))
 
 
-def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """Return the columns of each table; all begin with those that identify the splice."""
-    widths = [max(map(len, column)) + 3 for column in zip(*rows, strict=True)]
-    head = list(range(len(HEAD)))
-    parts = [head]
-    for column in range(len(HEAD), len(widths)):
-        if parts[-1] != head and 1 + sum(widths[i] for i in [*parts[-1], column]) > width:
-            parts.append(head)
+def _rich(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    """Return cells, the header first, as a rich table; numbers stand to the right."""
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def fitted(table: Table, width: int, head: int = 1) -> Iterator[Table]:
+    """Yield a table in parts that fit into a width, one below the other, without cutting off any number.
+
+    A part has the first columns, which say what a row is, and as many of the others as fit. Columns of words are broken
+    into lines; where even the first columns and one more do not fit, so is everything.
+
+    Args:
+        table: of texts.
+        width: of the terminal, in columns.
+        head: how many of its columns say what a row is.
+    """
+    first, parts = list(table.columns[:head]), [list(table.columns[:head])]
+    for column in table.columns[head:]:
+        if len(parts[-1]) > head and _width([*parts[-1], column]) > width:
+            parts.append(first)
         parts[-1] = [*parts[-1], column]
-    return parts
+    for number, columns in enumerate(parts):
+        part = Table(title=None if number else table.title, title_justify=table.title_justify)
+        fits = _width(columns) <= width
+        for column in columns:
+            narrow = not fits or _longest(column) > PROSE
+            part.add_column(column.header, justify=column.justify, no_wrap=not narrow, overflow="fold")
+        for row, cells in zip(table.rows, zip(*(column.cells for column in columns), strict=True), strict=True):
+            part.add_row(*cells, style=row.style, end_section=row.end_section)
+        yield part
+
+
+def _width(columns: Sequence[Column]) -> int:
+    """Return how wide a table of these columns is, edges and blanks included, those of words at their narrowest."""
+    return 1 + sum(3 + min(_longest(column), PROSE) for column in columns)
+
+
+def _longest(column: Column) -> int:
+    return max(cell_len(str(cell)) for cell in (column.header, *column.cells))
 
 
 def markdown_tables(evaluation: Mapping[str, Any]) -> str:
@@ -78,7 +123,7 @@ def markdown_tables(evaluation: Mapping[str, Any]) -> str:
 
 def tasks_table(scores: Mapping[str, Any]) -> Table:
     """Return a rich table of lm-eval scores: a row for each metric, a column for the base model and each splice."""
-    limit = f", at most {scores['limit']} documents of each" if scores["limit"] else ""
+    limit = f", at most {plural(scores['limit'], 'document')} of each" if scores["limit"] else ""
     table = Table(title=f"lm-eval {scores['version']}{limit}", title_justify="left")
     columns = {"base": scores["base"], **scores["spliced"]}
     for title in ("task", "metric", *columns):
@@ -133,4 +178,4 @@ def most_affected(classes: Sequence[str], drops: Sequence[float]) -> str:
     """Return the classes whose accuracy a unit changes most, with the share that is lost; a gain is negative."""
     changed = [(d, name) for d, name in zip(drops, classes, strict=False) if d and not math.isnan(d)]
     most = sorted(changed, key=lambda pair: -abs(pair[0]))[:AFFECTED]
-    return ", ".join(f"{name} {LARGEST_DROP.form.format(d)}" for d, name in most)
+    return ", ".join(f"{name} {LARGEST_DROP.text(d)}" for d, name in most)

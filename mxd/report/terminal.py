@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from mxd.common.numbers import plural, shown
 from mxd.metrics.dropped import ABLATION, POLYSEMANTICITY, RANDOM_NMSE, SUBSET, SUBSET_MODES
 from mxd.metrics.faithful import CE_INCREASE, KL, TOP1
 from mxd.metrics.judged import EXPLAINING
@@ -37,13 +38,13 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
     shared = ", ".join(f"{frequent['unit']} ({frequent['rate']:.0%})" for frequent in result["shared"][:8]) or "none"
     count = len(result["rates"])
     yield Text(
-        f"{count:,} units over {result['tokens']:,} tokens; {DEAD_UNITS.title}: "
-        f"{DEAD_UNITS.form.format(result['dead'])} ({DEAD_UNITS_SHARE.form.format(result['dead'] / count)}); "
+        f"{plural(count, 'unit')} over {plural(result['tokens'], 'token')}; {DEAD_UNITS.title}: "
+        f"{DEAD_UNITS.text(result['dead'])} ({DEAD_UNITS_SHARE.text(result['dead'] / count)}); "
         f"active at more than {result['shared_above']:.0%} of tokens: {shared}"
     )
     yield Text(_seen_through(result["logits"]))
     for unit, page in result["units"].items():
-        rate = f"{RATE.title} {RATE.form.format(page['rate']):>8}"
+        rate = f"{RATE.title} {RATE.text(page['rate']):>8}"
         line = Text(f"{unit:>7}  {rate}  mean {page['mean']:7.3g}  max {page['max']:7.3g}  ")
         if page["intervals"]:
             context = page["intervals"][0]["contexts"][0]
@@ -61,7 +62,7 @@ def _seen_through(logits: Mapping[str, Any]) -> str:
     centred = "centred" if logits["centred"] else "not centred"
     return (
         f"Promoted tokens: through the weight of {logits['norm']}, {centred}, undivided; directions of "
-        f"{logits['sample']:,} tokens; {CHANCE.title} {CHANCE.form.format(logits['chance'])}"
+        f"{logits['sample']:,} tokens; {CHANCE.title} {CHANCE.text(logits['chance'])}"
     )
 
 
@@ -70,8 +71,8 @@ def _promotion(page: Mapping[str, Any], count: int = 5) -> str:
     ends = (
         f"{how} {' '.join(_visible(one['token']) for one in page[how][:count])}" for how in ("promoted", "suppressed")
     )
-    cosine = "-" if page["cosine"] is None else COSINE.form.format(page["cosine"])
-    return f"{'; '.join(ends)}; {PEAK.title} {PEAK.form.format(page['peak'])}, {COSINE.title} {cosine}"
+    cosine = "-" if page["cosine"] is None else COSINE.text(page["cosine"])
+    return f"{'; '.join(ends)}; {PEAK.title} {PEAK.text(page['peak'])}, {COSINE.title} {cosine}"
 
 
 def whole_tables(results: Mapping[str, Any]) -> Iterator[Table]:
@@ -85,7 +86,7 @@ def whole_tables(results: Mapping[str, Any]) -> Iterator[Table]:
         yield number_table(name, result)
         yield block_table(name, result)
     prompts = first["generation"]["prompts"]
-    yield _metrics_table(f"What it writes: greedy continuations of {prompts} prompts", found, GARBAGE)
+    yield _metrics_table(f"What it writes: greedy continuations of {plural(prompts, 'prompt')}", found, GARBAGE)
 
 
 def number_table(name: str, result: Mapping[str, Any]) -> Table:
@@ -96,8 +97,8 @@ def number_table(name: str, result: Mapping[str, Any]) -> Table:
     for order, said in WHOLE_ORDERS.items():
         cells = []
         for point in by_number[order]["points"]:
-            low, high = (CE_INCREASE.form.format(point.get(end, 0)) for end in ("low", "high"))
-            value = CE_INCREASE.form.format(point["ce_increase"])
+            low, high = (CE_INCREASE.text(point.get(end, 0)) for end in ("low", "high"))
+            value = CE_INCREASE.text(point["ce_increase"])
             cells.append(f"{value} ({low} to {high})" if low != high else value)
         table.add_row(said, *cells)
     return table
@@ -154,7 +155,7 @@ def structure_table(results: Mapping[str, Any]) -> Table:
     for name, result in results["results"].items():
         leader, shape = result["leader"], " x ".join(map(str, result["shape"]))
         ranks = (metric.shown(result) for metric in RANKS)
-        table.add_row(name, *ranks, shape, f"{LEADER.form.format(leader['share'])} #{leader['unit']}")
+        table.add_row(name, *ranks, shape, f"{LEADER.text(leader['share'])} #{leader['unit']}")
     return table
 
 
@@ -196,15 +197,15 @@ def masking_table(name: str, result: Mapping[str, Any]) -> Table:
         for key in ("matrix", "control"):
             others = [change for column, change in enumerate(result[key][row]) if column != row]
             target = _changes(result[key][row][row : row + 1], result[f"{key}_se"][row][row : row + 1])
-            cells += [*target, OTHERS.form.format(sum(others) / len(others))]
+            cells += [*target, OTHERS.text(sum(others) / len(others))]
         table.add_row(domain, *cells)
-    table.add_row("mean", "", "", *(metric.form.format(result[metric.key]) for metric in MASKING))
+    table.add_row("mean", "", "", *(metric.text(result[metric.key]) for metric in MASKING))
     return table
 
 
 def explained_lines(name: str, result: Mapping[str, Any]) -> list[str]:
     """Return what a model says of units, and what judges made of it, as lines."""
-    lines = [f"{name}: {len(result['units'])} units explained, {result['left_out']} left out"]
+    lines = [f"{name}: {plural(len(result['units']), 'unit')} explained, {result['left_out']} left out"]
     for unit, one in result["units"].items():
         lines += [
             f"  unit {unit}, on {' '.join(map(repr, one['tokens']))}",
@@ -226,8 +227,8 @@ def purging_table(name: str, result: Mapping[str, Any]) -> Table:
     table = Table(*(metric.title for metric in PURGING), title=title, title_justify="left")
     for row, threshold in enumerate(result["thresholds"]):
         cells = [c for key in ("changes", "control") for c in _changes(result[key][row], result[f"{key}_se"][row])]
-        counts = [metric.form.format(result[metric.key][row]) for metric in (PURGED, PURGED_SHARE, BY_CHANCE)]
-        table.add_row(THRESHOLD.form.format(threshold), *counts, *cells)
+        counts = [metric.text(result[metric.key][row]) for metric in (PURGED, PURGED_SHARE, BY_CHANCE)]
+        table.add_row(THRESHOLD.text(threshold), *counts, *cells)
     return table
 
 
@@ -239,31 +240,31 @@ def toxicity_table(name: str, result: Mapping[str, Any]) -> Table:
     table = Table("units off", PURGED.title, *(metric.title for metric in TOXIC), title=title, title_justify="left")
     ways = [("base model", "", "base"), ("none", "", "unmasked")]
     for row, threshold in enumerate(result["thresholds"]):
-        count = PURGED.form.format(result["units"][row])
-        said = THRESHOLD.form.format(threshold)
+        count = PURGED.text(result["units"][row])
+        said = THRESHOLD.text(threshold)
         ways += [(f"correlation {said}", count, f"masked.{row}"), ("as many at random", count, f"control.{row}")]
     for said, count, key in ways:
         cells = []
         for metric in TOXIC:
             path, error = (part.replace("masked.*", key) for part in (metric.key, metric.error))
             value = _at(result, path)
-            text = "-" if value is None else metric.form.format(value)
+            text = "-" if value is None else metric.text(value)
             spread = _at(result, error) if error else None
             known = spread is not None and math.isfinite(spread)
-            cells.append(f"{text} ± {metric.form.format(spread)}" if known else text)
+            cells.append(f"{text} ± {metric.text(spread)}" if known else text)
         table.add_row(said, count, *cells)
     return table
 
 
 def under_mask_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
     """Yield what else was measured under each mask: what is left of the model, and accuracies and texts by domain."""
-    masks = result.get("domains") or [THRESHOLD.form.format(threshold) for threshold in result["thresholds"]]
+    masks = result.get("domains") or [THRESHOLD.text(threshold) for threshold in result["thresholds"]]
     shown = [metric for metric in BY_MASK if _by_mask(result, metric, 0) is not None]
     if shown:
         title = f"{name}: what is left under each mask"
         table = Table("mask", *(metric.title for metric in shown), title=title, title_justify="left")
         for row, mask in enumerate(masks):
-            table.add_row(mask, *(metric.form.format(_by_mask(result, metric, row)) for metric in shown))
+            table.add_row(mask, *(metric.text(_by_mask(result, metric, row)) for metric in shown))
         yield table
     for part, said, metric in (
         ("tasks", "change of the accuracy on each domain (columns)", TASKS_OWN),
@@ -276,9 +277,9 @@ def under_mask_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
 def _matrix_table(title: str, masks: Sequence[str], found: Mapping[str, Any], metric: Metric) -> Table:
     table = Table("mask", *found["columns"], "own, random", title=title, title_justify="left")
     for row, mask in enumerate(masks):
-        cells = [metric.form.format(value) for value in found["matrix"][row]]
+        cells = [metric.text(value) for value in found["matrix"][row]]
         own = found["columns"].index(mask) if mask in found["columns"] else None
-        table.add_row(mask, *cells, "" if own is None else metric.form.format(found["control"][row][own]))
+        table.add_row(mask, *cells, "" if own is None else metric.text(found["control"][row][own]))
     return table
 
 
@@ -317,9 +318,9 @@ def dropped_table(name: str, result: Mapping[str, Any]) -> Table:
     drops = {unit: [math.nan if d is None else d for d in found["d"]] for unit, found in result["units"].items()}
     for unit in most_lost(drops)[:DROPPED]:
         dropped = result["units"][unit]
-        p = "-" if dropped["p"] is None else POLYSEMANTICITY.form.format(dropped["p"])
+        p = "-" if dropped["p"] is None else POLYSEMANTICITY.text(dropped["p"])
         name = f"#{unit}" if dropped["beyond_chance"] else f"(#{unit})"
-        table.add_row(name, RATE.form.format(dropped["rate"]), p, most_affected(result["classes"], drops[unit]))
+        table.add_row(name, RATE.text(dropped["rate"]), p, most_affected(result["classes"], drops[unit]))
     return table
 
 
@@ -343,7 +344,7 @@ def subset_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _changes(values: Sequence[float], errors: Sequence[float]) -> list[str]:
-    return [f"{OWN.form.format(value)} ± {error:.4f}" for value, error in zip(values, errors, strict=True)]
+    return [f"{OWN.text(value)} ± {shown('{:.4f}', error)}" for value, error in zip(values, errors, strict=True)]
 
 
 def _visible(token: str) -> str:
@@ -351,14 +352,14 @@ def _visible(token: str) -> str:
 
 
 def terminal_diff(example: Mapping[str, Any]) -> Text:
-    """Return a prompt with both continuations: the agreeing beginning in green, the rest in red."""
+    """Return a prompt with both continuations: the agreeing beginning in green, the rest red and underlined."""
     base, spliced = example["base_tokens"], example["spliced_tokens"]
     agreed = next((n for n, (a, b) in enumerate(zip(base, spliced, strict=True)) if a != b), len(base))
     text = Text(f"prompt   {example['prompt_text']}\n")
     text.append(f"base     {''.join(base)}\n")
     text.append("spliced  ")
     text.append("".join(spliced[:agreed]), style="green")
-    text.append("".join(spliced[agreed:]), style="red")
+    text.append("".join(spliced[agreed:]), style="red underline")  # the line tells it where there is no colour
     return text.append(f"\n         {agreed} of {len(base)} tokens agree\n")
 
 

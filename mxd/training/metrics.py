@@ -12,11 +12,13 @@ from torch import Tensor
 
 from mxd.common.errors import MxdError, first_line
 from mxd.common.files import atomic_file, settle, writing
+from mxd.common.numbers import shown
 from mxd.common.parsing import parse_json
 from mxd.common.processes import Processes
 from mxd.common.progress import console
 from mxd.config import RunConfig
 from mxd.layers import Code
+from mxd.metrics.faithful import DEAD, NMSE
 
 T = TypeVar("T")
 
@@ -185,12 +187,14 @@ class Metrics:
                 file.write(json.dumps(before | {"replacement": name} | values | after | own) + "\n")
 
     def note(self) -> str:
-        """Return the last report of the first three replacements in one line."""
-        shown = list(self.reported.items())[:3]
-        return "  ".join(
-            f"{name}: NMSE {v['normalized_mse']:.4f} FVU {v['fvu']:.2f} L0 {v['l0']:.0f} dead {v['dead_share']:.0%}"
-            for name, v in shown
-        ) + (f"  (+{len(self.reported) - 3} more)" if len(self.reported) > 3 else "")
+        """Return the last report of the first three replacements, a line for each."""
+        lines = [
+            f"{name}: NMSE {NMSE.text(v['normalized_mse'])} FVU {shown('{:.2f}', v['fvu'])} "
+            f"L0 {shown('{:.0f}', v['l0'])} dead {DEAD.text(v['dead_share'])}"
+            for name, v in list(self.reported.items())[:3]
+        ]
+        more = len(self.reported) - len(lines)
+        return "\n".join(lines) + (f" (and {more:,} more)" if more else "")
 
     def settle(self) -> int:
         """Flush ``metrics.jsonl`` to the disk, and return its size in bytes."""

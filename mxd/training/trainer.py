@@ -22,7 +22,7 @@ from mxd.common.files import clear_partials, is_partial, writing
 from mxd.common.lock import LOCK_FILE, locked
 from mxd.common.parsing import differences
 from mxd.common.processes import Processes, launched
-from mxd.common.progress import console
+from mxd.common.progress import quiet
 from mxd.config import RunConfig, load_config, plain_config, recorded
 from mxd.data.activations import Cursor
 from mxd.model.frozen import FrozenModel
@@ -71,8 +71,7 @@ def train(
     with launched(config.timeout) as processes, ExitStack() as stack:
         options = {"--resume": resume, "--groups": groups, "--shard": shard, "overwrite": overwrite}
         processes.agree(recorded(config) | options)
-        console.quiet = not processes.first
-        stack.callback(setattr, console, "quiet", False)
+        stack.enter_context(quiet(not processes.first))
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))

@@ -18,8 +18,9 @@ from mxd.artifacts.sets import base_model, named_layers
 from mxd.common.errors import MxdError, typed
 from mxd.common.hardware import amount
 from mxd.common.lock import locked
+from mxd.common.numbers import plural
 from mxd.common.processes import Processes, launched
-from mxd.common.progress import console
+from mxd.common.progress import console, quiet
 from mxd.config import RunConfig, load_config, recorded, tuning_as_training
 from mxd.data.activations import Cursor
 from mxd.data.contexts import special_ids
@@ -81,8 +82,7 @@ def tune(
     now = _as_asked(config.tune, how) if resume else config.tune
     with launched(config.timeout) as processes, ExitStack() as stack:
         processes.agree(recorded(config) | {"--resume": resume, "now": now.model_dump()})
-        console.quiet = not processes.first
-        stack.callback(setattr, console, "quiet", False)
+        stack.enter_context(quiet(not processes.first))
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))
@@ -193,10 +193,10 @@ def _tune(
         unembedding = Unembedding.of(base, torch.tensor([base.tokenizer("Any text will do.")["input_ids"]]))
     saver.begin(state)
     doing, needed = peak(plan.memory)
-    said = f"{len(ordered)} layers in {len(sets)} set{'s' if len(sets) > 1 else ''}, {plan.params:,} parameters"
+    said = f"{plural(len(ordered), 'layer')} in {plural(len(sets), 'set')}, {plan.params:,} parameters"
     recipe = f"{how.loss} + {how.nmse:g} NMSE, {how.tokens:,} tokens, {how.batch_tokens:,} a step, rate {how.lr:g}"
     memory = f"memory on {plan.device}: {amount(needed)} while {doing}"
-    console.print(f"{said}; {recipe}; {memory}", soft_wrap=True)
+    console.print(f"{said}; {recipe}; {memory}", soft_wrap=not console.is_terminal)
     TuneLoop(
         phase,
         base,

@@ -533,7 +533,7 @@ def test_a_failed_download_is_one_line_and_leaves_nothing(hub, single, capsys, m
     setup(hub, monkeypatch)
     code, out, message = command(capsys, verb, reference)
     if verb == "info" and case in ("entry gone", "interrupted"):  # it does not want the weights
-        assert code == 0 and json.loads(out)
+        assert code == 0 and "Base model and training" in out
         return
     assert code == 1
     assert re.search(expected, message), message
@@ -841,7 +841,7 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
     assert f"pushed: {hub.url}/org/set\n" in out
     assert {"faithfulness.json", "frontier.png", "README.md"} < set(hub.files("org/set"))
     assert "![" in hub.files("org/set")["README.md"].decode()
-    code, out, _ = command(capsys, "info", f"org/set@{revision}")
+    code, out, _ = command(capsys, "info", "--json", f"org/set@{revision}")
     assert code == 0 and list(json.loads(out)) == [f"org/set/block2-tc-k8@{revision}"]
     code, out, _ = command(capsys, "evaluate", "org/set/block2-tc-k8", "--tokens", 128)
     assert code == 0 and "numbers: faithfulness-block2-tc-k8.json" in out

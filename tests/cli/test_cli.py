@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,9 @@ import pytest
 from command import mxd
 
 from mxd import __version__
+from mxd.cli.main import NO_BARS, app
+from mxd.cli.train import READ
+from mxd.common import progress
 from mxd.common.errors import MxdError
 
 CONFIG = """
@@ -40,14 +44,19 @@ def test_train_evaluate_info(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert len((tmp_path / "abc" / "metrics.jsonl").read_text().splitlines()) == 8
     code, out, _ = mxd(capsys, "evaluate", str(tmp_path / "abc"), "--tokens", "256")
     assert code == 0 and "CE increase" in out and "zero-ablated" in out
+    assert f"table:   {tmp_path / 'abc' / 'table.md'}" in out and (tmp_path / "abc" / "table.md").exists()
     results = json.loads((tmp_path / "abc" / "faithfulness.json").read_text())["results"]
     assert set(results) == {"abc/block1-mxd-k2", "abc/block1-mxd-k4"}
-    code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "block1-mxd-k2"))
+    code, out, _ = mxd(capsys, "info", str(tmp_path / "abc" / "block1-mxd-k2"), "--json")
     (described,) = json.loads(out).values()
     assert (
         described["unfactorised_parameters"] > described["parameters"] > 0
         and described["provenance"]["model"] == "tiny-gpt2"
     )
+    told = "".join(mxd(capsys, "info", str(tmp_path / "abc"))[1:2])
+    units, parameters = (f"{described['layer']['num_units']:,}", f"{described['parameters']:,}")
+    assert re.search(rf"block1-mxd-k4 +│ +MxD │ +1 │ +k4 │ +{units} │ +{parameters} │", told)
+    assert told.count("tiny-gpt2") == 1, "base model and training stand once for all layers"
     code, _, err = mxd(capsys, "train", str(config), "--run", "abc")
     assert code == 1 and "already holds a run" in err
     code, _, _ = mxd(capsys, "train", str(tmp_path / "abc" / "config.yaml"), "--resume")
@@ -208,8 +217,10 @@ def test_a_message_has_a_line_of_its_own_after_an_unfinished_bar(
 ) -> None:
     from huggingface_hub.utils import tqdm
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", None)
+
     def transfer() -> None:
-        bar = tqdm(total=10, mininterval=0)
+        bar = tqdm(total=10, mininterval=0, disable=False)
         bar.update(3)
         held = [bar]
         held.append(held)  # in a cycle, as some of the Hub's bars are
@@ -232,6 +243,35 @@ def test_help_version_and_fields(capsys: pytest.CaptureFixture) -> None:
     assert mxd(capsys, "--version")[1].strip() == __version__
     assert "--training.tokens" in mxd(capsys, "fields")[1]
     assert mxd(capsys, "no-such-command")[0] != 0
+
+
+def test_quiet_leaves_errors_and_results(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    code, out, err = mxd(capsys, "train", str(config), "--quiet", "--replacements.0.sparsity.k", "2")
+    assert (code, out, err) == (0, f"done: {tmp_path / 'r'}\n", "")
+    code, out, err = mxd(capsys, "--quiet", "info", "nowhere")
+    assert code == 1 and out == "" and err.startswith("mxd: no checkpoint at 'nowhere'")
+    assert not progress.console.quiet, "the next command speaks again"
+
+
+def test_bars_of_other_libraries_are_off_where_nobody_watches(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, terminal, told in ((["fields"], True, [None] * 3), (["fields"], False, ["1", "0", "1"])):
+        for name in NO_BARS:
+            monkeypatch.setenv(name, "")  # so that it is put back
+            monkeypatch.delenv(name)
+        if not terminal:
+            monkeypatch.setenv(NO_BARS[1], "0")
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+            assert mxd(capsys, *words)[0] == 0
+        assert [os.environ.get(name) for name in NO_BARS] == told
+
+
+def test_completion_knows_commands_options_and_choices() -> None:
+    script = app.generate_completion(shell="bash", prog_name="mxd")
+    for word in ("evaluate", "--quiet", "--resume", "bfloat16", "complete -F _mxd mxd"):
+        assert word in script
 
 
 def test_help_and_what_shows_at_once_need_no_torch(config: Path) -> None:
@@ -290,6 +330,7 @@ def test_demo_leaves_table_and_figure(
     for method in ("MxD", "TC", "STC", "CP-muMoE"):
         assert f"| {method} |" in (tmp_path / "d" / "table.md").read_text()
         assert method in out
+    assert " ".join(out.split()).endswith(READ)
     assert (tmp_path / "d" / "frontier.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "d" / "faithfulness.json").read_text())["results"]
     params = {r["replacements"][0]["params"] for r in results.values()}
