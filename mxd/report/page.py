@@ -27,7 +27,11 @@ FOLLOWING = {
     "masking": ("under_mask",),
 }
 """Sections beside those of the questions, by the question they follow."""
-SECTIONS = ("trained", *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))))
+SECTIONS = (
+    "summary",
+    "trained",
+    *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))),
+)
 """The files in ``sections/`` in the order of the page; each is shown where the run holds what it needs."""
 
 
