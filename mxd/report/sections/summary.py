@@ -90,10 +90,19 @@ def _faithful(run: Run, alone: Results, sets: Results) -> Words:
         several = len(alone) > 1
         how = "one at a time, at every position, they add " if several else "at every position, it adds "
         words = [f"Spliced in {how}", *_increases(alone), *about]
-        words += [f"; all blocks at once: {MISSING} (mxd whole)"] if len(blocks) > 1 else []
+        words += [f"; all blocks at once: {MISSING} (mxd whole)"] if len(blocks) > 1 else _without(first)
     left = set(run.replacements) - {r.name for r, _ in alone}
     missing = f"; {len(left)} of {len(run.layers)} layers alone: {MISSING}" if left and alone else ""
     return [*words, f"{missing}."]
+
+
+def _without(result: Node) -> Words:
+    """Return what leaving the MLP out adds, which every increase is to be seen beside."""
+    zero, base = result.get("ce_zero"), result.get("ce_base")
+    if zero is None or base is None or not math.isfinite(zero.number() - base.number()):
+        return []
+    added = CE_INCREASE.form.format(zero.number() - base.number())
+    return ["; the MLP left out altogether (zero-ablated) adds ", Cell(added, zero.source)]
 
 
 def _increases(results: Results) -> Words:
@@ -123,7 +132,8 @@ def _decomposed(alone: Results, sets: Results) -> Words:
     disguised = [r.label for r, n in choosing if _disguised(n)]
     if several:
         named = f" ({'; '.join(disguised)})" if disguised else ""
-        words += [f"; {len(disguised) or 'none'} of all {len(choosing)} that choose units is {DISGUISE}{named}"]
+        is_one = "are dense MLPs in disguise" if len(disguised) > 1 else f"is {DISGUISE}"
+        words += [f"; {len(disguised) or 'none'} of the {len(choosing)} {is_one}{named}"]
     return [*words, "."]
 
 
