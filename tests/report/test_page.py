@@ -162,10 +162,22 @@ def test_the_policy_lets_only_the_pages_own_script_and_style_in(page):
     assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", page)
 
 
+def test_what_is_drawn_belongs_to_a_line_of_its_legend(page):
+    drawn = [figure for figure in re.findall(r'<figure class="drawn">.*?</figure>', page, re.S) if "<input" in figure]
+    assert len(drawn) > 10
+    for figure in drawn:
+        tags = Reader(figure).tags
+        series = {attributes["data-series"] for _, attributes in tags if "data-series" in attributes}
+        assert series <= {attributes["value"] for tag, attributes in tags if tag == "input"} and series
+
+
 def test_the_page_lists_its_files_with_their_hashes(run, page):
     for name in [*(f"{kind}.json" for kind in RESULTS), "metrics.jsonl", "config.yaml"]:
         assert name in page and hashlib.sha256((run / name).read_bytes()).hexdigest() in page
     assert "block1-mxd-k8/config.json" in page
+    folded = "".join(re.findall(r"<details>.*?</details>", page, re.S))
+    for once in (hashlib.sha256((run / "units.json").read_bytes()).hexdigest(), "torch 2"):
+        assert once in folded and page.count(once) == folded.count(once)
 
 
 def test_everything_is_named_for_those_who_do_not_see_it(page):

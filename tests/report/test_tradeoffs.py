@@ -108,6 +108,7 @@ def test_a_line_whose_points_are_not_marked_has_a_few_markers_elsewhere_than_its
     circles = set(re.findall(r'<svg x="([\d.]+)%" y="[\d.]+"><circle class="mark"', panel.drawing))
     squares = set(re.findall(r'<svg x="([\d.]+)%" y="[\d.]+"><path class="mark"', panel.drawing))
     assert len(circles) == len(squares) == svg.SPARSE_MARKS and not circles & squares
+    assert "<title>TC, 34: 1</title>" in panel.drawing and 2 * svg.HOVER / 2 < panel.drawing.count("<title>") <= 80
 
 
 def figures(run) -> dict:

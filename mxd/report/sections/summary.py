@@ -127,8 +127,11 @@ def _decomposed(alone: Results, sets: Results) -> Words:
     whose = f"In the most faithful ({replacement.label}) routing" if several else "Routing"
     routed, interaction = (_mean(result, metric)[1] for metric in (ROUTED, INTERACTION))
     words: Words = [f"{whose} adds ", routed, " of the output's energy (0 for a dense MLP, about 1 for a transcoder)"]
+    if not routed.source:
+        words = [f"{whose}: {MISSING}"]
     words += [f": {DISGUISE}"] if _disguised(result) else []
-    words += ["; gates and directions that change together carry ", interaction, " of it (0 for both)"]
+    if interaction.source:
+        words += ["; gates and directions that change together carry ", interaction, " of it (0 for both)"]
     disguised = [r.label for r, n in choosing if _disguised(n)]
     if several:
         named = f" ({'; '.join(disguised)})" if disguised else ""
