@@ -74,7 +74,7 @@ def _faithful(run: Run, alone: Results, sets: Results) -> Words:
     if not alone and not sets:
         return [f"The {CE_INCREASE.title} of the full splice: {MISSING} (mxd evaluate measures it)."]
     first = (sets or alone)[0][1]
-    about = [
+    about: Words = [
         " nats to the next-token loss of ",
         number(first.get("ce_base"), "{:.4f}"),
         ", on ",
@@ -84,7 +84,7 @@ def _faithful(run: Run, alone: Results, sets: Results) -> Words:
     blocks = {layer.provenance.block for layer in run.layers}
     if sets:
         numbers = listed(sorted({len(list(n["replacements"])) for _, n in sets}))
-        words = [f"All at once, at every position ({numbers} layers), they add ", *_increases(sets), *about]
+        words: Words = [f"All at once, at every position ({numbers} layers), they add ", *_increases(sets), *about]
         words += ["; one at a time ", *_increases(alone)] if alone else [f"; one at a time: {MISSING}"]
     else:
         several = len(alone) > 1
