@@ -55,6 +55,9 @@ HUB_METRICS = {
 }
 """Metrics in the metadata, by their type on the Hub."""
 
+LOCAL = "path/to/this/folder"
+"""Where the card of a layer that was not pushed says to load it from."""
+UNMEASURED = "Not evaluated yet: `mxd evaluate` measures it on held-out text."
 FIGURE = "frontier.png"
 UNKNOWN = "unknown"
 """The Hub's name for a license that is not stated."""
@@ -222,7 +225,7 @@ def _use(member: Member, address: str | None, members: Sequence[Member] | None) 
     pinned = f", revision={json.dumps(origin.revision)}" if origin.revision else ""
     load = f"model = mxd.load_frozen({json.dumps(origin.model)}{pinned})"
     lines = ["import mxd", "", load]
-    where = address or "path/to/this/folder"
+    where = address or LOCAL
     if members is None:
         lines += [f"with mxd.spliced(model, {{{origin.block}: {json.dumps(where)}}}):", "    ..."]
     else:
@@ -313,7 +316,7 @@ def _recipe(origin: Provenance) -> str:
 def _measured(members: Sequence[Member], figure: bool) -> list[str]:
     measured = [m for m in members if m.result is not None]
     if not measured:
-        return ["## Evaluation", "Not evaluated yet: `mxd evaluate` measures it on held-out text."]
+        return ["## Evaluation", UNMEASURED]
     text = ["## Evaluation", " ".join(sorted({_caption(m) for m in measured}))]
     for title, metrics in QUESTIONS.items():
         header = ["layer", *(metric.title for metric in metrics)]

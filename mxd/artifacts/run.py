@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
-from mxd.artifacts.folders import layers_in, read_layer
+from mxd.artifacts.folders import read_layer
+from mxd.artifacts.listing import layers_in
 from mxd.common.errors import MxdError, unknown
 from mxd.common.files import regular
 from mxd.common.frames import data_frame

@@ -3,14 +3,16 @@
 import shutil
 from collections.abc import Collection
 from filecmp import cmp
+from functools import cache
 from pathlib import Path
 
 from mxd.artifacts import hub
-from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
-from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, layer_name, load_strictly
+from mxd.artifacts.card import FIGURE, layer_card, license_of, set_card
+from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, load_strictly
 from mxd.artifacts.hub import HubReference
 from mxd.artifacts.listing import layers_in
 from mxd.artifacts.measured import Evaluation, Whole
+from mxd.artifacts.readme import member_of
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file, atomic_folder
 
@@ -56,7 +58,11 @@ def push(
         raise MxdError(
             f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
         )
-    members = [_member(layer, prefixes[layer]) for layer in layers]
+    read = cache(Evaluation.read)
+    members = []
+    for layer in layers:
+        module, provenance = load_strictly(layer)  # so that nothing damaged is shared
+        members.append(member_of(layer, prefixes[layer].rstrip("/"), module.config, provenance, read))
     whole = Whole.read(folder / "whole.json")
     remote = hub.prepare(repo, private, revision, token)
     _check_same_kind(repo, single, remote.files)
@@ -76,18 +82,6 @@ def push(
 
     what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"
     return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
-
-
-def _member(folder: Path, prefix: str) -> Member:
-    """Load a layer strictly, so that nothing damaged is shared, and return what its card needs.
-
-    Its evaluation is in its own folder or in the set's: the first that has results of this layer is taken.
-    """
-    layer, provenance = load_strictly(folder)
-    evaluations = [Evaluation.read(f / "faithfulness.json") for f in (folder, folder.resolve().parent)]
-    name, called = prefix.rstrip("/"), layer_name(folder)
-    members = [Member(name, layer.config, provenance, evaluation, called) for evaluation in evaluations]
-    return next((member for member in members if member.result), members[0])
 
 
 def _check_same_kind(repo: str, single: bool, paths: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
+from mxd.artifacts.readme import update_cards
 from mxd.artifacts.sets import as_trained, base_model, check_base, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
@@ -175,12 +176,16 @@ def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0, own_te
 def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     """Write results as JSON; a file of that name is replaced only once the new one is complete.
 
+    Where they are what cards show, the cards of the layers in the same folder follow.
+
     Raises:
-        MxdError: the file cannot be written.
+        MxdError: the file or a card cannot be written.
     """
     path = Path(path)
     with whole_file(path) as file:
         write_json(file, dict(results))
+    if path.name == "faithfulness.json":
+        update_cards(path.parent)
     return path
 
 

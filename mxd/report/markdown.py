@@ -14,6 +14,7 @@ from mxd.report.parts import (
     Samples,
     Section,
     Source,
+    Summary,
     Table,
     Text,
 )
@@ -33,7 +34,7 @@ def markdown(run: Run, title: str, sections: list[Section], page: str) -> str:
     """
     texts = [f"# {literal(title)}", f"Figures and the unit browser: [{literal(page)}]({page.replace(' ', '%20')})."]
     for section in sections:
-        texts += [f"## {literal(section.title)}", literal(section.lead)]
+        texts += [f"## {literal(section.title)}", *([literal(section.lead)] if section.lead else [])]
         texts += [text for part in section.parts if (text := as_markdown(part))]
     missing = f" Not measured: {', '.join(run.missing)}." if run.missing else ""
     rows = [["file", "bytes", "SHA-256"], *([literal(f.name), f"{f.size:,}", f"`{f.sha256}`"] for f in run.files)]
@@ -71,6 +72,15 @@ def _(part: Pictures) -> str:
 @as_markdown.register
 def _(part: Facts) -> str:
     return "\n".join(f"- {literal(term)}: {literal(cell.text)}" for term, cell in part.facts)
+
+
+@as_markdown.register
+def _(part: Summary) -> str:
+    answers = []
+    for asked, words in part.answers:
+        said = "".join(word.text if isinstance(word, Cell) else word for word in words)
+        answers.append(f"- **{literal(asked)}** {literal(said)}")
+    return "\n".join(answers)
 
 
 @as_markdown.register

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.resources import files
@@ -16,7 +17,7 @@ from mxd.common.errors import MxdError, printable
 from mxd.common.files import whole_file
 from mxd.questions import Question
 from mxd.report.markdown import markdown
-from mxd.report.parts import Section
+from mxd.report.parts import Section, Text
 from mxd.report.run import Run, read_run
 from mxd.report.svg import swatch
 
@@ -27,7 +28,11 @@ FOLLOWING = {
     "masking": ("under_mask",),
 }
 """Sections beside those of the questions, by the question they follow."""
-SECTIONS = ("trained", *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))))
+SECTIONS = (
+    "summary",
+    "trained",
+    *(name for question in get_args(Question) for name in (question, *FOLLOWING.get(question, ()))),
+)
 """The files in ``sections/`` in the order of the page; each is shown where the run holds what it needs."""
 
 
@@ -60,8 +65,13 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Pat
 
 def build_sections(run: Run) -> list[Section]:
     """Return the sections for which the run holds results."""
-    modules = (import_module(f"mxd.report.sections.{name}") for name in SECTIONS)
-    return [section for module in modules if (section := module.section(run)) is not None]
+    sections = []
+    for name in SECTIONS:
+        section = import_module(f"mxd.report.sections.{name}").section(run)
+        if section is not None:
+            apart = f"Measured apart, perhaps on other text: {', '.join(run.apart(name))}."
+            sections.append(replace(section, parts=[*section.parts, *([Text(apart)] if run.apart(name) else [])]))
+    return sections
 
 
 def title(run: Run) -> str:

@@ -106,6 +106,16 @@ class Facts:
 
     kind: ClassVar[str] = "facts"
     facts: Sequence[tuple[str, Cell]]
+    folded: str = ""
+    """A line under which they are folded away on the page; empty: they are not."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Questions, and a sentence that answers each; its numbers are cells, the one that counts most is marked."""
+
+    kind: ClassVar[str] = "summary"
+    answers: Sequence[tuple[str, Sequence[str | Cell]]]
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ class Browser:
     note: str
 
 
-Part = Table | Figure | Pictures | Facts | Text | Diffs | Samples | Source | Browser
+Part = Table | Figure | Pictures | Facts | Summary | Text | Diffs | Samples | Source | Browser
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class Run:
     folder: Path
     layers: list[Layer] = field(default_factory=list)
     documents: dict[str, list[Node]] = field(default_factory=dict)
-    """Kind of results (``RESULTS``) -> its files: layers measured one by one, and several together."""
+    """Kind of results (``RESULTS``) -> its files: layers measured one by one, several together, and those in the
+    layers' own folders."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     """The text of ``config.yaml``."""
@@ -48,14 +49,23 @@ class Run:
         return own_replacements(self.layers)
 
     def results(self, kind: str) -> list[tuple[Replacement, Node]]:
-        """Return the results of a kind by block, method, variant and K; what is not a layer of this run comes last."""
-        results = []
+        """Return the results of a kind by block, method, variant and K; what is not a layer of this run comes last.
+
+        What a file in a layer's own folder says of it stands in place of what other files say, as on its card.
+        """
+        found: dict[str, tuple[Replacement, Node]] = {}
         for document in self.documents.get(kind, []):
             members = document.get("replacements")
             for name, result in document["results"].items():
-                described = members.get(name) if members else result.get("replacements")
-                results.append((self.replacement(name, described), result))
-        return sorted(results, key=lambda pair: pair[0].order)
+                if name not in found or found[name][1].file != f"{name.rpartition('/')[2]}/{kind}.json":
+                    described = members.get(name) if members else result.get("replacements")
+                    found[name] = self.replacement(name, described), result
+        return sorted(found.values(), key=lambda pair: pair[0].order)
+
+    def apart(self, kind: str) -> list[str]:
+        """Return the files of a kind in layers' own folders, where the run has one of its own, too."""
+        files = [document.file for document in self.documents.get(kind, [])]
+        return [file for file in files if "/" in file] if f"{kind}.json" in files else []
 
     def replacement(self, name: str, described: Node | None = None) -> Replacement:
         """Return the replacement of a name in results.
@@ -80,11 +90,15 @@ def read_run(folder: Path) -> Run:
     for path in _layers(folder):
         run.layers.append(Layer(path.resolve().name, *read_layer(path), path))
         used[f"{run.layers[-1].name}/config.json"] = path / "config.json"
+    own = {layer.name: layer.path for layer in run.layers if layer.path.resolve() != folder.resolve()}
+    places = {"": folder} | {f"{name}/": path for name, path in own.items()}
     for kind in RESULTS:  # in KIND-together.json several layers were spliced in at once
-        names = [name for name in (f"{kind}.json", f"{kind}-together.json") if (folder / name).is_file()]
-        if names:
-            run.documents[kind] = [read_document(folder / name) for name in names]
-        used |= {name: folder / name for name in names}
+        names = (f"{kind}.json", f"{kind}-together.json")
+        files = {place + name: path / name for place, path in places.items() for name in names}
+        files = {name: path for name, path in files.items() if path.is_file()}
+        if files:
+            run.documents[kind] = [read_document(path, name) for name, path in files.items()]
+        used |= files
     metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
     if metrics.is_file():
         run.metrics = _read_metrics(metrics)

@@ -90,8 +90,12 @@ class Node:
         return MxdError(f"{self.source} {problem}; measure again with this version of mxd, or delete the file.")
 
 
-def read_document(path: Path) -> Node:
+def read_document(path: Path, name: str) -> Node:
     """Read a JSON file that holds an object.
+
+    Args:
+        path: the file.
+        name: what the page calls it: its path in the run's folder.
 
     Raises:
         MxdError: it cannot be read, or holds something else.
@@ -102,4 +106,4 @@ def read_document(path: Path) -> Node:
         raise MxdError(f"cannot read {path}: {error}. Measure again, or delete the file.") from error
     if not isinstance(value, dict):
         raise MxdError(f"{path} does not hold a JSON object; measure again, or delete the file.")
-    return Node(value, path.name)
+    return Node(value, name)

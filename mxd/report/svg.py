@@ -2,6 +2,9 @@
 
 Drawn here and not by matplotlib because colours follow the page's light or dark theme through its style sheet (the
 page allows no inline styles), text stays text, and every point carries its number and where that comes from.
+
+A chart is as wide as its place on the page while its text keeps its size: across, everything stands at a percentage of
+the plot, down at a pixel. The numbers of the vertical axis stand in the margin that the style sheet leaves.
 """
 
 import math
@@ -14,12 +17,24 @@ from markupsafe import Markup
 from mxd.report.markers import VARIANTS, marker
 from mxd.report.parts import Key, Panel
 
-WIDTH, HEIGHT = 340.0, 244.0
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 40.0
+HEIGHT = 260.0
+MARGIN, TOP, BOTTOM = 44.0, 10.0, 40.0
+"""Left of the plot (the same in ``style.css``), above and below it, in pixels."""
+NARROW = 250.0
+"""Pixels of a plot on a narrow screen: numbers of the horizontal axis that would run into each other there are left
+out."""
 CAPTION = 16.0
 """Room above the vertical axis for its name."""
 DIGIT = 7.0
 """Width of a digit of the ticks' numbers, with some space."""
+ROW = 18.0
+"""Height of a row's name above its dots."""
+NAME = 46
+"""Characters of a row's name that fit."""
+HOVER = 40
+"""Points of a line without markers that say their values when pointed at."""
+SPOT = Markup('<circle class="spot" r="7"/>')
+"""What is pointed at: more than a small marker."""
 BARS = 0.8
 """Share of a place on the horizontal axis that its bars take."""
 SPARSE_MARKS = 3
@@ -73,7 +88,7 @@ class Axis:
 
 
 class _Span:
-    """An axis mapped to pixels."""
+    """An axis mapped to percentages (across) or pixels (down)."""
 
     def __init__(self, axis: Axis, values: Iterable[float], start: float, end: float) -> None:
         from matplotlib.ticker import LogLocator, MaxNLocator
@@ -108,7 +123,7 @@ class _Span:
         if self.axis.scale == "log":
             low, high, at = math.log(low), math.log(high), math.log(max(value, self.low))
         share = (min(max(at, low), high) - low) / (high - low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + share * (self.end - self.start), 2)
 
 
 def log_ticks(ratio: float) -> tuple[float, ...]:
@@ -127,7 +142,7 @@ def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
         y: the vertical axis.
         drawn: the lines; points that are not finite, or not positive on a logarithmic axis, are left out.
     """
-    across = _Span(x, (p.x for line in drawn for p in line.points), LEFT, WIDTH - RIGHT)
+    across = _Span(x, (p.x for line in drawn for p in line.points), 0.0, 100.0)
     ends = [v for line in drawn for p in line.points for v in (p.y, p.low, p.high) if v is not None]
     top = TOP if y.label == title else TOP + CAPTION
     height = HEIGHT + top - TOP
@@ -135,7 +150,7 @@ def lines(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
     parts = [_frame(x, "" if y.label == title else y.label, across, up)]
     for number, line in enumerate(drawn):
         shown = [p for p in line.points if _shown(x, p.x) and _shown(y, p.y)]
-        parts.append(_line(line, shown, across, up, number * GOLDEN % 1))
+        parts.append(_line(line, shown, across, up, number * GOLDEN % 1, height))
     return Panel(title, _svg(parts, height, _alt(title, x, y, drawn)), _alt(title, x, y, drawn))
 
 
@@ -151,7 +166,7 @@ def bars(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
     places = sorted({p.x for line in drawn for p in line.points})
     ends = [v for line in drawn for p in line.points for v in (p.y, p.low, p.high) if v is not None]
     ticks = places[:: math.ceil(len(places) / 8)]
-    across = _Span(Axis(x.label, ticks=ticks, low=places[0] - 0.5, high=places[-1] + 0.5), places, LEFT, WIDTH - RIGHT)
+    across = _Span(Axis(x.label, ticks=ticks, low=places[0] - 0.5, high=places[-1] + 0.5), places, 0.0, 100.0)
     up = _Span(y, [0.0, *ends], HEIGHT + CAPTION - BOTTOM, TOP + CAPTION)
     width = BARS / len(drawn)
     parts = [_frame(x, y.label, across, up)]
@@ -163,7 +178,7 @@ def bars(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
             for p in line.points
             if math.isfinite(p.y)
         ]
-        parts.append(Markup('<g class="s{}">{}</g>').format(line.key.colour, Markup("").join(shapes)))
+        parts.append(_series(line.key, shapes))
     alt = _alt(title, x, y, drawn)
     return Panel(title, _svg(parts, HEIGHT + CAPTION, alt), alt)
 
@@ -176,30 +191,23 @@ def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Poin
         x: the common axis.
         rows: name and dots of each row.
     """
-    longest = min(max((len(name) for name, _ in rows), default=0), 24)
-    pitch = max(24.0, 6.0 * max((len(row) for _, row in rows), default=0) + 10)
-    left, height = 16 + 6.4 * longest, pitch * len(rows) + TOP + BOTTOM
-    across = _Span(x, (p.x for _, row in rows for _, p in row), left, WIDTH - RIGHT)
-    floor = height - BOTTOM
-    parts = [_grid_x(x, across, TOP, floor)]
+    pitch = ROW + max(20.0, 6.0 * max((len(row) for _, row in rows), default=0) + 10)
+    height = pitch * len(rows) + TOP + BOTTOM
+    across = _Span(x, (p.x for _, row in rows for _, p in row), 0.0, 100.0)
+    parts = [_grid_x(x, across, TOP, height - BOTTOM)]
     for number, (name, row) in enumerate(rows):
-        at = TOP + pitch * number + pitch / 2
-        short = name if len(name) <= 24 else name[:23] + "…"
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(left, WIDTH - RIGHT, at, at))
-        parts.append(Markup('<text class="t yl" x="{}" y="{}">{}</text>').format(left - 8, at + 4, short))
-        parts += [
-            Markup('<g class="s{}">{}</g>').format(
-                key.colour,
-                _mark(
-                    key, across(p.x), at + 6 * (i - (len(row) - 1) / 2), f"{name}, {key.label}: {x.said(p.x)}", p.source
-                ),
-            )
-            for i, (key, p) in enumerate(row)
-            if math.isfinite(p.x)
-        ]
+        top = TOP + pitch * number
+        at = top + (ROW + pitch) / 2
+        short = name if len(name) <= NAME else name[: NAME - 1] + "…"
+        parts.append(Markup('<line class="grid" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(at))
+        parts.append(Markup('<text class="t" y="{}">{}</text>').format(top + ROW - 6, short))
+        for i, (key, p) in enumerate(row):
+            if math.isfinite(p.x):
+                said = f"{name}, {key.label}: {x.said(p.x)}"
+                parts.append(_series(key, [_mark(key, across(p.x), at + 6 * (i - (len(row) - 1) / 2), said, p.source)]))
     values = "; ".join(f"{name}: " + ", ".join(f"{key.label} {x.said(p.x)}" for key, p in row) for name, row in rows)
     alt = f"{title}. {x.label}. {values}."
-    return Panel(title, _svg(parts, height, alt), alt)
+    return Panel(title, _svg(parts, height, alt, " bare"), alt)
 
 
 def swatch(key: Key) -> Markup:
@@ -209,36 +217,38 @@ def swatch(key: Key) -> Markup:
     ).format(key.colour, key.variant % VARIANTS, marker(key, 14.0, 7.0))
 
 
-def _svg(parts: Sequence[Markup], height: float, alt: str) -> Markup:
-    return Markup('<svg class="chart" viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, height, alt, Markup("").join(parts)
+def _svg(parts: Sequence[Markup], height: float, alt: str, kind: str = "") -> Markup:
+    return Markup('<svg class="chart{}" height="{:g}" role="img" aria-label="{}">{}</svg>').format(
+        kind, height, alt, Markup("").join(parts)
     )
+
+
+def _series(key: Key, shapes: Sequence[Markup]) -> Markup:
+    """Return what belongs to a line of the legend, which shows and hides it by its name."""
+    return Markup('<g class="s{}" data-series="{}">{}</g>').format(key.colour, key.label, Markup("").join(shapes))
 
 
 def _frame(x: Axis, caption: str, across: _Span, up: _Span) -> Markup:
     parts = [_grid_x(x, across, up.end, up.start)]
     for tick in up.ticks:
         at = up(tick)
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
-        parts.append(Markup('<text class="t yl" x="{}" y="{}">{}</text>').format(LEFT - 6, at + 4, up.said(tick)))
-    parts.append(Markup('<text class="t" x="0" y="11">{}</text>').format(caption))
+        parts.append(Markup('<line class="grid" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(at))
+        parts.append(Markup('<text class="t yl" x="-6" y="{}">{}</text>').format(at + 4, up.said(tick)))
+    parts.append(Markup('<text class="t" x="{:g}" y="11">{}</text>').format(-MARGIN, caption))
     return Markup("").join(parts)
 
 
 def _grid_x(x: Axis, across: _Span, top: float, floor: float) -> Markup:
-    parts = [
-        Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(across.start, across.end, floor, floor)
-    ]
+    parts = [Markup('<line class="axis" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(floor)]
     free = -math.inf  # where the last number ends; one that would run into it is left out
     for tick in across.ticks:
         at, said = across(tick), across.said(tick)
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(at, at, top, floor))
-        half = len(said) * DIGIT / 2
-        if at - half > free:
-            parts.append(Markup('<text class="t xl" x="{}" y="{}">{}</text>').format(at, floor + 15, said))
-            free = at + half
-    middle = (across.start + across.end) / 2
-    parts.append(Markup('<text class="t al" x="{}" y="{}">{}</text>').format(middle, floor + 33, x.label))
+        parts.append(Markup('<line class="grid" x1="{0}%" x2="{0}%" y1="{1}" y2="{2}"/>').format(at, top, floor))
+        pixel, half = at / 100 * NARROW, len(said) * DIGIT / 2
+        if pixel - half > free:
+            parts.append(Markup('<text class="t xl" x="{}%" y="{}">{}</text>').format(at, floor + 15, said))
+            free = pixel + half
+    parts.append(Markup('<text class="t al" x="50%" y="{}">{}</text>').format(floor + 33, x.label))
     return Markup("").join(parts)
 
 
@@ -246,45 +256,61 @@ def _shown(axis: Axis, value: float) -> bool:
     return math.isfinite(value) and (axis.scale == "linear" or value > 0)
 
 
-def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, phase: float) -> Markup:
+def _line(line: Line, points: Sequence[Point], across: _Span, up: _Span, phase: float, height: float) -> Markup:
     """Draw a line; ``phase`` (0 ... 1) is where its first marker stands if only a few points have one."""
-    pixels = [(across(p.x), up(p.y)) for p in points]
-    parts = []
+    places = [(across(p.x), up(p.y)) for p in points]
     ranged = [(across(p.x), up(p.low), up(p.high)) for p in points if p.low is not None and p.high is not None]
+    paths = []
     if line.interval and ranged:
         edge = [f"{a} {low}" for a, low, _ in ranged] + [f"{a} {high}" for a, _, high in reversed(ranged)]
-        parts.append(Markup('<path class="interval" d="M{}Z"/>').format("L".join(edge)))
+        paths.append(Markup('<path class="interval" d="M{}Z"/>').format("L".join(edge)))
     elif ranged:
         bars = "".join(f"M{a} {low}V{high}" for a, low, high in ranged)
-        parts.append(Markup('<path class="bar" d="{}"/>').format(bars))
-    if line.joined and len(pixels) > 1:
-        track = "L".join(f"{a} {b}" for a, b in pixels)
-        parts.append(Markup('<path class="line d{}" d="M{}"/>').format(line.key.variant % VARIANTS, track))
-    if line.marks or len(pixels) == 1:
-        parts += [
-            _mark(line.key, a, b, f"{line.key.label}, {across.axis.said(p.x)}: {up.axis.said(p.y)}", p.source)
-            for (a, b), p in zip(pixels, points, strict=True)
-        ]
-    elif pixels:
-        at = {int((n + phase) / SPARSE_MARKS * len(pixels)) for n in range(SPARSE_MARKS)}
-        parts += [marker(line.key, *pixels[n]) for n in sorted(at)]
-    return Markup('<g class="s{}">{}</g>').format(line.key.colour, Markup("").join(parts))
+        paths.append(Markup('<path class="bar" d="{}"/>').format(bars))
+    if line.joined and len(places) > 1:
+        track = "L".join(f"{a} {b}" for a, b in places)
+        paths.append(Markup('<path class="line d{}" d="M{}"/>').format(line.key.variant % VARIANTS, track))
+    parts = [_stretched(paths, height)] if paths else []
+    told = [f"{line.key.label}, {across.axis.said(p.x)}: {up.axis.said(p.y)}" for p in points]
+    if line.marks or len(places) == 1:
+        marked = zip(places, told, points, strict=True)
+        parts += [_mark(line.key, a, b, said, p.source) for (a, b), said, p in marked]
+    elif places:
+        at = {int((n + phase) / SPARSE_MARKS * len(places)) for n in range(SPARSE_MARKS)}
+        parts += [_place(*places[n], marker(line.key, 0.0, 0.0)) for n in sorted(at)]
+        step = math.ceil(len(places) / HOVER)
+        parts += [_told(_place(*places[n], SPOT), told[n], points[n].source) for n in range(0, len(places), step)]
+    return _series(line.key, parts)
+
+
+def _stretched(paths: Sequence[Markup], height: float) -> Markup:
+    """Return paths drawn in percentages across: they grow with the chart, the width of their strokes does not."""
+    return Markup('<svg viewBox="0 0 100 {0:g}" height="{0:g}" preserveAspectRatio="none">{1}</svg>').format(
+        height, Markup("").join(paths)
+    )
+
+
+def _place(x: float, y: float, shape: Markup) -> Markup:
+    """Return a shape around 0 at a percentage across and a pixel down."""
+    return Markup('<svg x="{}%" y="{}">{}</svg>').format(x, y, shape)
 
 
 def _bar(key: Key, point: Point, left: float, right: float, up: _Span) -> Markup:
     """Draw a bar from zero to a point, and its range of uncertainty."""
     top, floor = sorted((up(point.y), up(0.0)))
-    shape = Markup('<rect class="column{}" x="{}" y="{}" width="{:.1f}" height="{:.1f}"/>').format(
+    shape = Markup('<rect class="column{}" x="{}%" y="{}" width="{:.2f}%" height="{:.1f}"/>').format(
         " hollow" if key.variant % 2 else "", left, top, right - left, max(floor - top, 0.5)
     )
     if point.low is not None and point.high is not None:
-        middle = round((left + right) / 2, 1)
-        shape += Markup('<path class="bar" d="M{} {}V{}"/>').format(middle, up(point.low), up(point.high))
+        middle = round((left + right) / 2, 2)
+        shape += Markup('<line class="bar" x1="{0}%" x2="{0}%" y1="{1}" y2="{2}"/>').format(
+            middle, up(point.low), up(point.high)
+        )
     return _told(shape, f"{key.label}, {point.x:g}: {up.axis.said(point.y)}", point.source)
 
 
 def _mark(key: Key, x: float, y: float, label: str, source: str) -> Markup:
-    return _told(marker(key, x, y), label, source)
+    return _told(_place(x, y, SPOT + marker(key, 0.0, 0.0)), label, source)
 
 
 def _told(shape: Markup, label: str, source: str) -> Markup:

@@ -99,7 +99,7 @@ def test_another_replacement_is_chosen_and_a_unit_opened(page):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [320, 390, 1200])
+@pytest.mark.parametrize("width", [320, 400, 1280])
 def test_nothing_overflows_and_everything_is_readable(page, width, dark):
     page.screen(width, 800, dark)
     assert page.run("document.documentElement.scrollWidth") <= width
@@ -110,6 +110,55 @@ def test_nothing_overflows_and_everything_is_readable(page, width, dark):
     )
     assert wide == []
     assert page.run(CONTRAST) == []
+
+
+def test_a_legend_hides_and_shows_its_lines(page):
+    page.screen(1280, 900)
+    figure = "document.querySelector('#faithfulness .drawn')"
+    shown = f"[...{figure}.querySelectorAll('[data-series=TC]')].map((each) => getComputedStyle(each).display)"
+    others = shown.replace("TC", "MxD")
+    assert page.run(shown) == page.run(others) == ["inline"] * 3
+    page.run(f"{figure}.querySelector('input[value=TC]').click()")
+    assert page.run(shown) == ["none"] * 3 and page.run(others) == ["inline"] * 3
+    assert page.run("document.querySelectorAll('.off').length") == 3  # those of other figures stay
+    page.run(f"{figure}.querySelector('input[value=TC]').click()")
+    assert page.run(shown) == ["inline"] * 3
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_sections_stay_in_sight_and_say_where_one_is(page, width):
+    page.screen(width, 900)
+    for name in ("units", "faithfulness"):
+        page.run(f"document.querySelector('#{name}').scrollIntoView({{behavior: 'instant'}})")
+        page.wait(f"document.querySelector('nav [aria-current=true]')?.hash === '#{name}'")
+        link = "document.querySelector('nav [aria-current=true]').getBoundingClientRect()"
+        page.wait(f"{link}.left >= 0 && {link}.right <= innerWidth && {link}.top >= 0 && {link}.bottom < innerHeight")
+        title = page.run(f"document.querySelector('#{name}-title').getBoundingClientRect().top")
+        bar = page.run("document.querySelector('nav').getBoundingClientRect().bottom") if width == 400 else 0
+        assert bar <= title < 200
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_plots_are_as_wide_as_the_page_and_markers_keep_their_size(page, width):
+    page.screen(width, 900)
+    wide = (
+        "[...document.querySelectorAll('figure .panels')].filter((each) => each.querySelector('.chart')).map((each) => "
+        "[...each.children].map((panel) => panel.getBoundingClientRect().right).reduce((a, b) => Math.max(a, b)) / "
+        "each.closest('section').getBoundingClientRect().right)"
+    )
+    shares = page.run(wide)
+    assert len(shares) > 10 and all(0.99 < share < 1.01 for share in shares)
+    mark = page.run("document.querySelector('#faithfulness circle.mark').getBoundingClientRect().width")
+    assert 7 < mark < 9
+
+
+def test_tables_that_scroll_have_a_shadow_where_they_go_on(page):
+    page.screen(400, 900)
+    region = "document.querySelector('#faithfulness .scroll')"
+    assert page.run(f"{region}.scrollWidth > {region}.clientWidth")
+    style = f"getComputedStyle({region})"
+    assert page.run(f"{style}.backgroundAttachment") == "local, scroll"
+    assert page.run(f"{style}.backgroundImage").count("linear-gradient") == 2
 
 
 CONTRAST = """(() => {

@@ -119,7 +119,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         "rewrite": {"rewrite"},
     }
     everything = {section.id for section in build_sections(read_run(run))}
-    assert everything == {"trained", "training"}.union(*titles.values())
+    assert everything == {"summary", "trained", "training"}.union(*titles.values())
     folder = tmp_path / "made-up"
     folder.mkdir()
     for path in run.glob("block*"):
@@ -128,7 +128,7 @@ def test_every_kind_of_result_has_its_section_and_only_then(run, tmp_path):
         (folder / f"{kind}.json").symlink_to(run / f"{kind}.json")
         found = read_run(folder)
         assert found.missing == [other for other in RESULTS if other != kind]
-        assert {section.id for section in build_sections(found)} == {"trained"} | titles[kind]
+        assert {section.id for section in build_sections(found)} == {"summary", "trained"} | titles[kind]
         (folder / f"{kind}.json").unlink()
 
 
@@ -162,10 +162,22 @@ def test_the_policy_lets_only_the_pages_own_script_and_style_in(page):
     assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", page)
 
 
+def test_what_is_drawn_belongs_to_a_line_of_its_legend(page):
+    drawn = [figure for figure in re.findall(r'<figure class="drawn">.*?</figure>', page, re.S) if "<input" in figure]
+    assert len(drawn) > 10
+    for figure in drawn:
+        tags = Reader(figure).tags
+        series = {attributes["data-series"] for _, attributes in tags if "data-series" in attributes}
+        assert series <= {attributes["value"] for tag, attributes in tags if tag == "input"} and series
+
+
 def test_the_page_lists_its_files_with_their_hashes(run, page):
     for name in [*(f"{kind}.json" for kind in RESULTS), "metrics.jsonl", "config.yaml"]:
         assert name in page and hashlib.sha256((run / name).read_bytes()).hexdigest() in page
     assert "block1-mxd-k8/config.json" in page
+    folded = "".join(re.findall(r"<details>.*?</details>", page, re.S))
+    for once in (hashlib.sha256((run / "units.json").read_bytes()).hexdigest(), "torch 2"):
+        assert once in folded and page.count(once) == folded.count(once)
 
 
 def test_everything_is_named_for_those_who_do_not_see_it(page):
@@ -173,7 +185,7 @@ def test_everything_is_named_for_those_who_do_not_see_it(page):
     assert all(
         attributes.get("aria-label")
         for tag, attributes in reader.tags
-        if tag == "svg" and "chart" in attributes["class"]
+        if tag == "svg" and "chart" in attributes.get("class", "")
     )
     assert all(attributes.get("alt") for tag, attributes in reader.tags if tag == "img")
     heads = [attributes for tag, attributes in reader.tags if tag == "th"]

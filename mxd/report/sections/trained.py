@@ -14,15 +14,16 @@ def section(run: Run) -> Section | None:
     """Return what was trained; ``None`` where the folder holds no layers."""
     if not run.layers:
         return None
-    shared: list[tuple[str, Cell]] = []
+    shared: dict[str, Cell] = {}
     differing: list[str] = []
     for term, of in FACTS.items():
         values = {of(layer) for layer in run.layers} - {""}
         if len(values) == 1:
-            shared.append((term, Cell(values.pop(), f"{run.layers[0].name}/config.json#/provenance")))
+            shared[term] = Cell(values.pop(), f"{run.layers[0].name}/config.json#/provenance")
         elif values:
             differing.append(term)
-    parts: list[Part] = [Facts(shared), _table(run)]
+    plain, versions = ([fact for fact in shared.items() if (fact[0] in VERSIONS) == folded] for folded in (False, True))
+    parts: list[Part] = [Facts(plain), _table(run), *([Facts(versions, "Revision and versions")] if versions else [])]
     if differing:
         parts.append(Text(f"The layers differ in: {', '.join(differing)}; each layer's config.json says."))
     if run.config:
@@ -103,3 +104,5 @@ FACTS: dict[str, Callable[[Layer], str]] = {
     "versions": lambda layer: ", ".join(f"{name} {v}" for name, v in layer.provenance.versions.items()),
 }
 """Term -> what the provenance says about it."""
+VERSIONS = ("revision", "its dtype", "versions")
+"""Terms that are folded away."""

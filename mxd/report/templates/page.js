@@ -1,5 +1,27 @@
 
 "use strict";
+// The list of sections shows which of them is being read.
+(() => {
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const list = document.querySelector("nav");
+  const watch = new IntersectionObserver((entries) => entries.forEach(({ target, isIntersecting }) => {
+    const link = links.get(target.id);
+    link.setAttribute("aria-current", isIntersecting);
+    if (!isIntersecting) return;
+    const before = { left: link.offsetLeft - list.clientWidth / 3, top: link.offsetTop - list.clientHeight / 2 };
+    list.scrollTo(before);
+  }), { rootMargin: "-15% 0px -84% 0px" });
+  document.querySelectorAll("main > section").forEach((section) => watch.observe(section));
+})();
+
+// A legend shows and hides what is drawn of its lines.
+document.querySelectorAll(".legend input").forEach((box) => {
+  box.hidden = false;
+  box.addEventListener("change", () => box.closest("figure").querySelectorAll("[data-series]").forEach((drawn) => {
+    if (drawn.dataset.series === box.value) drawn.classList.toggle("off", !box.checked);
+  }));
+});
+
 // The unit browser. Texts of the corpus reach the page through textContent only.
 (() => {
   const root = document.getElementById("browser");
