@@ -296,7 +296,7 @@ def test_layers_may_be_given_as_they_are(run, gpt2):
         unsaved.push_to_hub("org/name")
     with pytest.raises(MxdError, match=r"held by Python code.*mxd.evaluate"):
         mxd.evaluate(run, model=gpt2)
-    with pytest.raises(MxdError, match="tokens is 0"):
+    with pytest.raises(MxdError, match="tokens: expected a number greater than 0, got 0"):
         mxd.evaluate(run, TEXTS, tokens=0, model=gpt2)
 
 

@@ -38,6 +38,7 @@ def _run(
 
 
 app.meta.help_flags = app.meta.version_flags = ()  # the commands' own
+app.meta.suppress_keyboard_interrupt = False  # ``main`` reports it
 app.register_install_completion_command(help="Install completion of commands and options for this shell.")
 
 
@@ -58,10 +59,12 @@ def main() -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
+    words = sorted(sys.argv[1:], key=lambda word: word != "--quiet")  # first, before options of a run's config
+    command = next((word for word in words if word != "--quiet"), "")
     try:
-        if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] not in (["train"], ["tune"], ["cache"]):
+        if os.environ.get("WORLD_SIZE", "1") != "1" and command not in ("train", "tune", "cache"):
             raise errors.SharedError("only `mxd train`, `tune`, `cache` run in many processes; start this one in one.")
-        app.meta(sys.argv[1:])
+        app.meta(words)
     except errors.MxdError as error:
         _end_bars()
         if not (error.shared and rank()):

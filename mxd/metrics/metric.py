@@ -62,8 +62,9 @@ class Metric:
     def with_error(self, result: Mapping[str, Any]) -> str:
         """Return its value as text with its standard error, where it has one that is finite."""
         error = _at(result, self.error) if self.error else None
-        known = error is not None and math.isfinite(error)
-        return f"{self.shown(result)} ± {self.text(error).lstrip('+')}" if known else self.shown(result)
+        if error is None or not math.isfinite(error):
+            return self.shown(result)
+        return f"{self.shown(result)} ± {self.text(error).lstrip('+')}"
 
 
 def _at(values: Mapping[str, Any], path: str) -> float | None:

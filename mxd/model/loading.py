@@ -276,7 +276,7 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
     if hidden:
         logging.disable_progress_bar()
     try:
-        with asking_hub() if not Path(name).exists() and name not in BUNDLED else nullcontext():
+        with asking_hub() if not os.path.exists(name) and name not in BUNDLED else nullcontext():
             yield
     except MxdError:
         raise
@@ -289,7 +289,7 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
         if not isinstance(error, _EXPECTED):
             reason = f"transformers cannot read its files ({type(error).__name__}: {reason})"
         hint = _CHOICES if isinstance(error, OSError) else ""
-        here = "" if Path(name).exists() or name in BUNDLED else "there is no folder of that name here, and the Hub: "
+        here = "" if os.path.exists(name) or name in BUNDLED else "there is no folder of that name here, and the Hub: "
         raise MxdError(f"cannot load base model {name!r}: {here}{part}{reason}{hint}") from error
     finally:
         if hidden:

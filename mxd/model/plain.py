@@ -35,7 +35,8 @@ class PlainModel(nn.Module):
             )
         self.module = module
         vocabulary, width = embeddings[0].weight.shape
-        self.config = PretrainedConfig(hidden_size=width, vocab_size=vocabulary, name_or_path=type(module).__name__)
+        known: dict[str, Any] = {"hidden_size": width, "vocab_size": vocabulary, "name_or_path": type(module).__name__}
+        self.config = PretrainedConfig(**known)
 
     def forward(self, input_ids: Int[Tensor, "batch seq"], **_: Any) -> Any:
         """Return an object that has the logits; options of transformers' models are left out."""

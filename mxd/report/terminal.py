@@ -250,8 +250,7 @@ def toxicity_table(name: str, result: Mapping[str, Any]) -> Table:
             value = _at(result, path)
             text = "-" if value is None else metric.text(value)
             spread = _at(result, error) if error else None
-            known = spread is not None and math.isfinite(spread)
-            cells.append(f"{text} ± {metric.text(spread)}" if known else text)
+            cells.append(f"{text} ± {metric.text(spread)}" if spread is not None and math.isfinite(spread) else text)
         table.add_row(said, count, *cells)
     return table
 
@@ -264,7 +263,9 @@ def under_mask_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
         title = f"{name}: what is left under each mask"
         table = Table("mask", *(metric.title for metric in shown), title=title, title_justify="left")
         for row, mask in enumerate(masks):
-            table.add_row(mask, *(metric.text(_by_mask(result, metric, row)) for metric in shown))
+            values = [_by_mask(result, metric, row) for metric in shown]
+            cells = ("-" if value is None else metric.text(value) for value, metric in zip(values, shown, strict=True))
+            table.add_row(mask, *cells)
         yield table
     for part, said, metric in (
         ("tasks", "change of the accuracy on each domain (columns)", TASKS_OWN),

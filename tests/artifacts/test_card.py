@@ -119,7 +119,7 @@ def test_every_number_of_an_evaluation_is_on_the_card():
     found = Evaluation(model="org/base", data=MEASURED, results={"run/a": result})
     card = layer_card(Member("a", one.config, one.origin, found))
     for metric, value in values.items():
-        assert f"| {metric.form.format(value)} |" in card, metric.title
+        assert f"| {metric.text(value)} |" in card, metric.title
     assert "| - |" not in card
 
 

@@ -1,6 +1,7 @@
 """Sixty mistakes of a new user: each ends in a message that says what to do, at once, and leaves nothing behind."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from command import mxd
 
+from mxd.common.progress import say_once
 from mxd.config import load_config
 from mxd.model.frozen import FrozenModel
 from mxd.training.source import text_contexts
@@ -94,7 +96,7 @@ evaluate done --out c.yaml/x.json | cannot write 'c.yaml/x.json'
 evaluate done --model tiny-llama | was trained for block 1 of 'tiny-gpt2', and --model tiny-llama has
 evaluate org/name | there is no folder org/name here, offline mode is on
 probe done --set factbok | no labelled set 'factbok' | Did you mean 'factbook'?
-mask done --scores few.jsonl | few.jsonl, row 1: no column 'score'; it has: text. Set --text-column
+mask done --scores few.jsonl | few.jsonl, line 1: no column 'score'; it has: text. Set --text-column
 export-model tiny-gpt2 done done | done exists and is not an empty folder
 export-model tiny-llama done new | was trained for block 1 of 'tiny-gpt2', and MODEL tiny-llama has
 # packages that are not there
@@ -149,7 +151,8 @@ def test_few_texts_are_said_to_be_read_again(
 ) -> None:
     monkeypatch.chdir(folder)
     config = load_config("c.yaml", ["--data.source", "few.jsonl", "--data.split", "train"])
+    say_once.cache_clear()
     text_contexts(config, trained_gpt2, None)
-    assert "The text holds 256 tokens, so the run reads it 4.0 times." in capsys.readouterr().err
+    assert re.search(r"The text holds [\d,]+ tokens, so 1,024 of training are 4\.\d epochs", capsys.readouterr().err)
     text_contexts(load_config("c.yaml"), trained_gpt2, None)
     assert not capsys.readouterr().err

@@ -17,12 +17,14 @@ NOTE = "\n".join(
 def drawn(monkeypatch: pytest.MonkeyPatch, width: int, title: str, note: str = NOTE) -> list[str]:
     """The lines of a bar as it last stood on a terminal of this width."""
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     screen = PlainConsole()
-    screen._force_terminal, screen.file, screen.no_color = True, io.StringIO(), True
+    screen.file = io.StringIO()
     monkeypatch.setattr(progress, "console", screen)
     with progress.progress(title, 1000, "tokens through the model") as advance:
         advance(250, note)
-    seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", screen.file.getvalue())
+    seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.file.getvalue().replace("\r", "\n"))
     return [line.rstrip() for line in seen.splitlines() if line.strip()][-3:]
 
 

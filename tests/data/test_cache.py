@@ -1253,9 +1253,12 @@ def test_a_layer_that_is_not_there_is_refused_before_anything_is_written(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_a_text_too_short_is_refused_in_caching(tmp_path, gpt2, text):
+def test_a_text_too_short_is_refused_in_caching(tmp_path, gpt2):
+    short = tmp_path / "text"
+    short.mkdir()
+    (short / "train.jsonl").write_text('{"text": "one two"}')
     with pytest.raises(MxdError, match="less than one context"):
-        cache_activations(run(tmp_path, text, data={"context": 100_000}), tmp_path / "c", gpt2)
+        cache_activations(run(tmp_path, short, data={"context": 64}), tmp_path / "c", gpt2)
 
 
 @pytest.mark.long

@@ -158,7 +158,7 @@ def test_a_chat_needs_a_template(tmp_path, tokenizer):
 def test_documents_are_a_sequence_wherever_they_are_kept(monkeypatch):
     texts = ["a", "", "ünï😀", "\ud800", "b" * 100]
     for most in (50, 10**6):
-        monkeypatch.setattr(spool, "IN_MEMORY", most)
+        monkeypatch.setattr(spool, "MOST_IN_MEMORY", most)
         kept = Documents(iter(texts))
         assert list(kept) == texts and kept[-1] == texts[-1] and kept[1:3] == texts[1:3] and len(kept) == 5
         with pytest.raises(IndexError):
@@ -166,14 +166,14 @@ def test_documents_are_a_sequence_wherever_they_are_kept(monkeypatch):
 
 
 def test_a_full_temporary_folder_is_one_message(monkeypatch):
-    monkeypatch.setattr(spool, "IN_MEMORY", 10)
+    monkeypatch.setattr(spool, "MOST_IN_MEMORY", 10)
     monkeypatch.setattr("tempfile.tempdir", "/none/such")
     with pytest.raises(MxdError, match=r"cannot keep the text in the temporary folder /none/such: No such .*TMPDIR"):
         Documents(["a" * 100])
 
 
 def test_a_long_file_is_read_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(spool, "IN_MEMORY", 2**14)
+    monkeypatch.setattr(spool, "MOST_IN_MEMORY", 2**14)
     path = write_rows(tmp_path / "long.jsonl", ({"text": f"{n} " + "word " * 200} for n in range(1500)))
     assert path.stat().st_size > 1.5e6
     tracemalloc.start()

@@ -168,5 +168,5 @@ def test_only_the_units_shown_carry_more_than_numbers(gpt2, rows):
 def test_a_sample_of_nothing_is_refused():
     from mxd.questions import checked
 
-    with pytest.raises(MxdError, match="sample is 0"):
+    with pytest.raises(MxdError, match="sample: expected a number greater than 0, got 0"):
         checked(UnitsConfig, sample=0)

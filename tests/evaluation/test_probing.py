@@ -325,7 +325,7 @@ def test_spans_need_a_tokenizer_that_says_where_its_tokens_stand(gpt2):
 
 
 def test_an_mlp_of_unknown_form_has_no_neurons_to_compare_with(build_model, tokenizer):
-    model = load_frozen(build_model("phi", intermediate_size=64), tokenizer=tokenizer)
+    model = load_frozen(build_model("apertus", intermediate_size=64), tokenizer=tokenizer)
     found = evaluate_probing(model, {"tc": trained_layer(model)}, [texts(30)], ProbingConfig(candidates=2))
     assert set(found) == {"tc"}
 
@@ -334,9 +334,9 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
     layer = {"tc": trained_layer(gpt2)}
     for options, message in (
         ({"limit": 0}, "limit: expected a number greater than 0, got 0"),
-        ({"candidates": 0}, "candidates is 0"),
+        ({"candidates": 0}, "candidates: expected a number greater than 0, got 0"),
         ({"context": 5}, "context: expected a number of at least 6, got 5"),
-        ({"sets": ()}, "sets is "),
+        ({"sets": ()}, "sets: expected a list of at least 1, got "),
         ({"level": "text"}, "level: expected sample, span or token, got 'text'"),
         ({"side": "middle"}, "side: expected first or last, got 'middle'"),
     ):

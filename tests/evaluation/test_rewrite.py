@@ -367,7 +367,7 @@ def test_what_there_is_too_little_of(trained_gpt2, oracle):
     for labels, groups in (("aaaabbbb", "xxxxyyyy"), ("aaaaaaaa", "xxxxyyyy")):
         with pytest.raises(MxdError, match="expected texts of another label, and of this label in another group"):
             ask(["one two"] * 8, [*labels], [*groups])
-    with pytest.raises(MxdError, match="direction is 'norm'"):
+    with pytest.raises(MxdError, match="direction: expected probe, token:WORD or unit:NUMBER, got 'norm'"):
         small(direction="norm")
 
 

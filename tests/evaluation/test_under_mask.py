@@ -55,7 +55,7 @@ def test_any_table_says_which_domain_a_task_is_of(tmp_path):
     with pytest.raises(MxdError, match="domain of the lm-eval task 'd' is not in the table"):
         by_domain(["a", "d"], groups, [])
     twice = write_table(tmp_path / "two.csv", [*rows, {"task": "a", "domain": "law"}])
-    with pytest.raises(MxdError, match=r"row 4: the task 'a' is of 'law' here and of 'maths' before"):
+    with pytest.raises(MxdError, match=r"line 5: the task 'a' is of 'law' here and of 'maths' before"):
         read_groups(str(twice))
     with pytest.raises(MxdError, match="no domains of tasks 'mmul'; bundled are: mmlu"):
         read_groups("mmul")

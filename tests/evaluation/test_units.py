@@ -326,4 +326,4 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
         assert result["tokens"] < 1024
     assert "units.json" in out and f"{tmp_path.name}/block2" in out and "dead" in out
     code, _, err = mxd(capsys, "units", tmp_path, "--units", "3;7")
-    assert code == 1 and "expected numbers divided by commas" in err
+    assert code == 1 and "--units is '3;7'; expected numbers and ranges" in err

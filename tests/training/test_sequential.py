@@ -69,10 +69,10 @@ def watched(config, model, ids) -> dict[int, tuple]:
     """Train, and note for each block what is recorded for some ids, and for BOS, while it is trained."""
     seen, real = {}, trainer.activation_stream
 
-    def stream(config, base, cursor, processes, shares, record):
+    def stream(config, base, cursor, processes, shares, record, *text):
         (block,) = config.blocks
         seen[block] = record(ids, [block])[block], bos_activations(config, base)[block]
-        return real(config, base, cursor, processes, shares, record)
+        return real(config, base, cursor, processes, shares, record, *text)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "activation_stream", stream)
