@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 HAS_BROWSER := $(PYTHON) -c 'import sys; sys.path.insert(0, "tests/report"); import chromium; sys.exit(not chromium.find_browser())'
 
-.PHONY: demo test test-all browser check format clean
+.PHONY: demo test test-all browser check format docs tutorials dist release-layers clean
 
 demo: $(READY)
 	$(BIN)/mxd demo
@@ -39,6 +39,24 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The documentation's site, in site/; a broken link is an error.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+# What the tutorials print, written into them anew.
+tutorials: $(READY)
+	$(BIN)/python scripts/run_tutorials.py
+
+# Wheel and sdist, each tried in an empty environment outside of this folder.
+dist: $(READY)
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(PYTHON) scripts/check_dist.py dist/*.whl dist/*.tar.gz
+
+# The layers that are attached to a release, with their cards.
+release-layers: $(READY)
+	$(BIN)/python scripts/release_layers.py
+
 # Exact versions from constraints.txt. torch comes first, alone and pinned: a range would let another package
 # pull a build with gigabytes of CUDA libraries.
 $(READY): pyproject.toml constraints.txt
@@ -48,5 +66,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

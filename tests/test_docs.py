@@ -8,6 +8,7 @@ import yaml
 from variants import SPARSITIES as EXAMPLES
 from variants import parse_sparsity
 
+import mxd
 from mxd.config import TrainingConfig, parse_config
 from mxd.layers import LAYERS, MLPShape, size
 from mxd.layers.sparsity import SPARSITIES
@@ -164,3 +165,13 @@ def test_the_examples_in_python_run(tmp_path, monkeypatch):
 def test_links_exist():
     for link in re.findall(r"\]\(((?!http)[^)#]+)\)", TEXT):
         assert (ROOT / "docs" / link).exists(), link
+
+
+def test_the_python_reference_has_every_public_name():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: (.+)$", text, re.M))
+    assert shown == {f"{module}.{name}" for module, name in mxd._PUBLIC.values() if name != "LAYERS"}
+
+
+def test_the_changelog_has_this_version():
+    assert f"\n## {mxd.__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

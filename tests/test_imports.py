@@ -1,4 +1,4 @@
-"""The house's one rule: a file imports only from files above it. Read from the import statements themselves."""
+"""One rule: a file imports only from files above it. Read from the import statements themselves."""
 
 import ast
 import re
@@ -123,7 +123,7 @@ def test_every_file_has_its_place():
 
 
 def test_contributing_has_the_same_list():
-    house = CONTRIBUTING.split("## The house")[1].split("\n## ")[0]
+    house = CONTRIBUTING.split("## Packages")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", house, re.M) == [name for name in ORDER if name != "__main__"]
 
 

@@ -1,13 +1,14 @@
 """Push layers to the Hugging Face Hub, and pull them from there."""
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from filecmp import cmp
 from functools import cache
 from pathlib import Path
 
 from mxd.artifacts import hub
-from mxd.artifacts.card import FIGURE, layer_card, license_of, set_card
+from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
 from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, load_strictly
 from mxd.artifacts.hub import HubReference
 from mxd.artifacts.listing import layers_in
@@ -58,30 +59,73 @@ def push(
         raise MxdError(
             f"{links[0]} is a link, which could lead to anything; put the file itself there before you push."
         )
-    read = cache(Evaluation.read)
-    members = []
-    for layer in layers:
-        module, provenance = load_strictly(layer)  # so that nothing damaged is shared
-        members.append(member_of(layer, prefixes[layer].rstrip("/"), module.config, provenance, read))
-    whole = Whole.read(folder / "whole.json")
+    shown = _Shown.read(folder, prefixes, FIGURE in files)
     remote = hub.prepare(repo, private, revision, token)
     _check_same_kind(repo, single, remote.files)
     license = license or license_of(remote.readme)
 
-    title = HubReference.parse(repo).name
-
     def cards(pin: str | None) -> dict[str, str]:
-        texts = {}
-        for member in members:
-            address = str(HubReference(repo, member.name, pin))
-            texts[f"{member.name}/README.md".lstrip("/")] = layer_card(member, address, license, title)
-        if not single:
-            address, figure = str(HubReference(repo, "", pin)), FIGURE in files
-            texts["README.md"] = set_card(members, address, license, title, figure, whole)
-        return texts
+        return shown.cards(license, HubReference.parse(repo).name, repo, pin)
 
-    what = f"{members[0].config.label} layer" if single else f"{len(members)} layers"
+    what = f"{shown.members[0].config.label} layer" if single else f"{len(shown.members)} layers"
     return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
+
+
+def write_cards(path: str | Path, license: str | None = None) -> list[Path]:
+    """Write the cards of a layer or a run into their folders as ``push`` would: with what has been measured since.
+
+    Args:
+        path: a layer's folder or a run's folder.
+        license: the Hub's name of a license.
+
+    Returns:
+        The cards.
+
+    Raises:
+        MxdError: a checkpoint is damaged.
+    """
+    folder = Path(path)
+    layers = layers_in(folder, "*", str(path))
+    prefixes = {layer: "" if layer == folder else f"{layer.name}/" for layer in layers}
+    cards = _Shown.read(folder, prefixes, (folder / FIGURE).is_file()).cards(license, folder.resolve().name)
+    for name, text in cards.items():
+        with atomic_file(folder / name) as file:
+            file.write_text(text, encoding="utf-8")
+    return [folder / name for name in cards]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What the cards of a layer, or of a set, show."""
+
+    members: list[Member]
+    single: bool
+    figure: bool
+    whole: Whole | None
+
+    @classmethod
+    def read(cls, folder: Path, prefixes: Mapping[Path, str], figure: bool) -> "_Shown":
+        """Read layers, by their folders, and what was measured of them."""
+        evaluation = cache(Evaluation.read)
+        members = []
+        for layer, prefix in prefixes.items():
+            module, provenance = load_strictly(layer)  # so that nothing damaged is shared
+            members.append(member_of(layer, prefix.rstrip("/"), module.config, provenance, evaluation))
+        return cls(members, list(prefixes) == [folder], figure, Whole.read(folder / "whole.json"))
+
+    def cards(self, license: str | None, title: str, repo: str | None = None, pin: str | None = None) -> dict[str, str]:
+        """Return each card's file and text; without a repository they name a folder in place of an address."""
+
+        def address(name: str) -> str | None:
+            return str(HubReference(repo, name, pin)) if repo else None
+
+        texts = {
+            f"{member.name}/README.md".lstrip("/"): layer_card(member, address(member.name), license, title)
+            for member in self.members
+        }
+        if not self.single:
+            texts["README.md"] = set_card(self.members, address(""), license, title, self.figure, self.whole)
+        return texts
 
 
 def _check_same_kind(repo: str, single: bool, paths: Collection[str]) -> None:

@@ -1,5 +1,6 @@
 """Files that mxd came with (``mxd/assets``): tiny models, text and labelled sets."""
 
+import os
 from functools import cache
 from importlib import resources
 from pathlib import Path

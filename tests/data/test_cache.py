@@ -1258,7 +1258,9 @@ def test_a_text_too_short_is_refused_in_caching(tmp_path, gpt2):
     short.mkdir()
     (short / "train.jsonl").write_text('{"text": "one two"}')
     with pytest.raises(MxdError, match="less than one context"):
-        cache_activations(run(tmp_path, short, data={"context": 64}), tmp_path / "c", gpt2)
+        cache_activations(
+            run(tmp_path, short, data={"source": str(short / "train.jsonl"), "context": 64}), tmp_path / "c", gpt2
+        )
 
 
 @pytest.mark.long

@@ -406,7 +406,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         ({"at": "gate"}, "at: expected output or input, got 'gate'"),
         ({"on": "both"}, "on: expected replacement or base, got 'both'"),
         ({"rubric": "mine"}, "rubric: expected paraphrase or paper, got 'mine'"),
-        ({"prompts": 1}, "prompts"),
+        ({"prompts": 1}, "prompts: there is no such field"),
     ):
         with pytest.raises(MxdError, match=message):
             checked(SteeringConfig, **options)
