@@ -12,6 +12,7 @@ from mxd.layers import MLPShape, size
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
 SHAPES = {
     "own": MLPShape(128, 128, 512, "gelu_tanh", False),
+    "release": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny": MLPShape(128, 128, 512, "gelu_tanh", False),
     "frontier": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-experts": MLPShape(128, 128, 512, "gelu_tanh", False),
