@@ -185,7 +185,9 @@ def toxicity(
     for name, result in results["results"].items():
         show(toxicity_table(name, result), *under_mask_tables(name, result))
     save(results, checkpoints, "toxicity-together" if together else "toxicity", out)
-    scored = {name: {"judges": {"the scorer": result["base"]}} for name, result in results["results"].items()}
+    scored = {
+        name: {"judges": {"the scorer": result["toxicity"]["base"]}} for name, result in results["results"].items()
+    }
     check_answers({"results": scored})
 
 

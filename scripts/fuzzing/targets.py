@@ -537,7 +537,8 @@ def tables(folder: Path) -> Path:
         writer.writerows(rows)
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "t.json").write_text(json.dumps(rows))
-    (folder / "t.txt").write_text("some words. " * 20)
+    for suffix in (".txt", ".md"):
+        (folder / f"t{suffix}").write_text("some words. " * 20)
     parquet.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
     nested = [{"text": {"a": [1]}, "label": [1, 2], "score": None}, {"text": None, "label": None, "score": 1e300}]
     parquet.write_table(pa.Table.from_pylist(nested), folder / "nested.parquet")

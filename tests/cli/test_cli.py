@@ -348,6 +348,6 @@ def test_importing_mxd_is_quick_to_answer_typos() -> None:
 
 @pytest.mark.long
 def test_public_functions_stay_functions_after_their_files_are_imported() -> None:
-    script = "import mxd, mxd.splice; from mxd.training.trainer import train; from mxd.splice import splice\n"
+    script = "import mxd, mxd.splice; from mxd.api import train; from mxd.splice import splice\n"
     script += "assert mxd.train is train and mxd.splice is splice and callable(mxd.spliced)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
