@@ -7,6 +7,7 @@ import yaml
 
 from mxd.common.errors import MxdError
 from mxd.config import RECIPES, dump_config, expand, fields_help, load_config, parse_config
+from mxd.data.text import check_source
 from mxd.layers import MLPShape, size
 
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
@@ -36,6 +37,7 @@ ONE = {"replacements": [{"method": "mxd"}]}
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_config_loads_and_sizes_without_a_download(path: Path) -> None:
     config = load_config(path)
+    check_source(config.data.source, config.data.split)  # texts of the Hub are not taken for paths
     shape = SHAPES[path.stem]
     sized = [size(r.resolve(shape), config.sizing.expansion, config.sizing.match) for r in config.replacements]
     assert all(s.num_units and s.num_params > 0 for s in sized)

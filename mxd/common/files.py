@@ -37,11 +37,12 @@ def regular(path: Path) -> Path:
 def names_a_path(name: str) -> bool:
     """Return whether a name can only be that of something on this machine, which the Hub need not be asked for.
 
-    These are ``./a``, ``~/a``, ``a/b/c``, and ``a/b`` where there is a folder ``a``.
+    These are ``./a``, ``~/a``, ``a/b/c``, and ``a/b`` where there is a folder ``a``; a revision on the Hub, which
+    follows ``@``, may hold slashes.
     """
     if "://" in name:
         return False
-    first, slash, rest = name.partition("/")
+    first, slash, rest = name.partition("@")[0].partition("/")
     return first in ("", ".", "..", "~") or "\\" in name or "/" in rest or bool(slash and os.path.isdir(first))
 
 
