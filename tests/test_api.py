@@ -385,7 +385,7 @@ def test_type_checkers_see_through_the_lazy_imports(tmp_path):
     )
     (tmp_path / "wrong.py").write_text("import mxd\nmxd.train(3)\nmxd.lode_layer\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--ignore-missing-imports"]
-    environment = os.environ | {"MYPYPATH": str(Path(__file__).parents[1])}  # mypy cannot follow an editable install
+    environment = os.environ | {"MYPYPATH": str(ROOT)}  # mypy cannot follow an editable install
     given = [*command, "right.py", "wrong.py"]
     done = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
