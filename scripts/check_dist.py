@@ -40,7 +40,8 @@ def use(bin_: Path, folder: Path, version: str) -> None:
     assert "training.tokens" in run(bin_ / "mxd", "fields", folder=folder)
     (folder / "run.yaml").write_text(RUN)
     run(bin_ / "mxd", "train", "run.yaml", folder=folder)
-    assert '"model": "tiny-gpt2"' in run(bin_ / "mxd", "info", "checkpoints/tried/block2-mxd-k4", folder=folder)
+    shown = run(bin_ / "mxd", "info", "checkpoints/tried/block2-mxd-k4", "--json", folder=folder)
+    assert '"model": "tiny-gpt2"' in shown
 
 
 def main() -> None:
