@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mxd.cli.fields import fields_help
 from mxd.common.errors import MxdError
-from mxd.config import RECIPES, dump_config, expand, fields_help, load_config, parse_config
+from mxd.config import RECIPES, dump_config, expand, load_config, parse_config
 from mxd.data.text import check_source
 from mxd.layers import MLPShape, size
 

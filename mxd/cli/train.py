@@ -204,7 +204,7 @@ def init(kind: Literal["gpt2", "pythia", "llama", "own"] = "own", out: Path | No
 @app.command
 def fields() -> None:
     """List every field of a run's config, with its meaning and default."""
-    from mxd.config import fields_help
+    from mxd.cli.fields import fields_help
 
     say(fields_help())
 
