@@ -32,8 +32,6 @@ LOGITS = 2**24
 class Compared:
     """A layer beside its base MLP, on the same inputs."""
 
-    read: Float[Tensor, "tokens width"]
-    """What the layer read."""
     y: Float[Tensor, "tokens d_out"]
     """The base MLP's output."""
     error: Float[Tensor, " tokens"]
@@ -72,7 +70,7 @@ class TunedMLP(nn.Module):
             y = y.float()
             error = squared_error(out, y)
             norm = torch.linalg.vector_norm(y, dim=-1).clamp_min(1e-30)
-            self.compared = Compared(read, y, error, error / norm / y.shape[-1])
+            self.compared = Compared(y, error, error / norm / y.shape[-1])
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
 

@@ -160,17 +160,18 @@ def codes(
 
 
 def next_token_logits(
-    splice: Splice, ids: Int[Tensor, "batch seq"], below: Mapping[int, Any]
+    splice: Splice, ids: Int[Tensor, "batch seq"], below: Mapping[int, Any], start: int | None = None
 ) -> Float[Tensor, "batch targets vocab"]:
     """Return a spliced model's logits at all positions but the last, running only what a splice can change.
 
     Args:
         splice: the replacements in the MLPs' places.
         ids: the batch.
-        below: what the block below the lowest spliced one returned for this batch (``FrozenModel.block_outputs``).
+        below: what the block below ``start`` returned for this batch (``FrozenModel.block_outputs``).
+        start: the first block that runs; by default the lowest spliced one, for ``below`` of the base model.
     """
-    lowest = min(splice.layers)
-    with splice.entered(), splice.model.resumed(lowest, below.get(lowest)):
+    start = min(splice.layers) if start is None else start
+    with splice.entered(), splice.model.resumed(start, below.get(start)):
         return splice.model.logits(ids)[:, :-1]
 
 

@@ -48,6 +48,8 @@ EXAMPLES = 10
 
 Blocks = frozenset[int]
 """The blocks that a splice replaces."""
+Below = Mapping[int, Any]
+"""Block number -> what the block below it returned for a batch."""
 
 
 def answer(subject: Subject, how: WholeConfig = DEFAULTS.whole, batch: int = 32) -> dict[str, Any]:
@@ -148,6 +150,20 @@ class MeasuredWhole:
     def all_ways(self) -> list[Way]:
         """Every splice that is run, each once."""
         return [*self.ways.values(), *([] if self.around is self.whole else [self.around])]
+
+    def start(self, way: Way, below: Below, spliced_below: Below) -> tuple[int, Below]:
+        """Return the first block that a splice has to run, and the hidden states that it begins with.
+
+        Args:
+            way: one of ``all_ways``.
+            below: block -> what the block below it returned in the base model.
+            spliced_below: the same with all of the set spliced in.
+        """
+        lowest, blocks = min(way.splice.layers), way.splice.layers.keys()
+        differs = next((number for number in self.blocks if number not in blocks), self.blocks[-1])
+        if way is self.around or differs <= lowest:  # around special tokens nothing is as in the whole splice
+            return lowest, below
+        return differs, spliced_below
 
     def report(self, base: Mean) -> dict[str, Any]:
         """Return the metrics, given the base model's cross-entropy over the same tokens."""
@@ -297,11 +313,13 @@ def _second_pass(
         for member in sets:
             for number, reconstruction in member.on_base.items():
                 reconstruction.see(*counted_site(sites[number], counted))
-            for number, site in _spliced_sites(member, ids):
-                member.on_spliced[number].see(*counted_site(site, counted))
+            with model.block_outputs(member.blocks) as spliced_below:
+                for number, site in _spliced_sites(member, ids):
+                    member.on_spliced[number].see(*counted_site(site, counted))
             advance(batch.size)
             for way in member.all_ways:
-                way.prediction.see(base, next_token_logits(way.splice, ids, below))
+                start, hidden = member.start(way, below, spliced_below)
+                way.prediction.see(base, next_token_logits(way.splice, ids, hidden, start))
                 advance(batch.size)
     return base_ce
 

@@ -221,8 +221,7 @@ class TuneLoop(Loop):
             stats.last_active[module.code.active_units(len(stats.last_active))] = seen
             if module.compare and found is not None:
                 with torch.no_grad():
-                    code = trainee.layer.encode(found.read[kept])
-                    stats.see(found.y[kept], found.error[kept], found.nmse[kept].mean(), code, seen)
+                    stats.see(found.y[kept], found.error[kept], found.nmse[kept].mean(), module.code.at(kept), seen)
             module.compared = None
 
     def _less(self) -> str:
