@@ -218,8 +218,8 @@ def test_each_splice_runs_once_and_no_block_that_another_has_run(gpt2, layers):
     evaluate_whole(gpt2, {"part": part}, contexts_of(ROWS), HOW, [0], forward_contexts=3)
     for handle in handles:
         handle.remove()
-    # Two batches, in two passes: the base model and the recorded splice. In the second also around special tokens; {2} begins
-    # with the base model's hidden states, {1} and {1, 2} with those of the recorded splice.
+    # Two batches, in two passes: the base model and the recorded splice. In the second also around special tokens; {2}
+    # begins with the base model's hidden states, {1} and {1, 2} with those of the recorded splice.
     assert calls == {0: 2 * 4, 1: 2 * (4 + 1)}
 
 
