@@ -32,6 +32,7 @@ ORDER = [
     "share",
     "evaluation",
     "report",
+    "reproduction",
     "api",
     "cli",
     "__main__",

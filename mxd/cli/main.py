@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from mxd.cli import evaluate, masks, share, train, units  # noqa: F401  the commands, for ``app``
+from mxd.cli import evaluate, masks, reproduce, share, train, units  # noqa: F401  the commands, for ``app``
 from mxd.cli.shared import app, rank
 
 NO_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
