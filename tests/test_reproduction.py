@@ -111,7 +111,7 @@ ROWS = {
         for verdict, at in (("confirmed", 0.31), ("not confirmed", 0.29))  # 0.3 in the middle of the logarithms
     ],
     "figure 19": [
-        (verdict, [(layer("mxd", activation=a), {"normalized_mse": x}) for a, x in (("relu", 0.2), ("gelu_tanh", smooth))])
+        (verdict, [(layer("mxd", activation=a), {"normalized_mse": x}) for a, x in (("relu", 0.2), ("silu", smooth))])
         for verdict, smooth in (("confirmed", 0.1), ("not confirmed", 0.3))
     ],
     "figure 20": [
@@ -194,6 +194,6 @@ def test_the_command_says_what_it_would_take(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(reproduction, "plan_run", unreachable)
     code, out, _ = mxd(capsys, "reproduce", "2505.21364", "--dry-run", "--model", "gpt2", "--model", "pythia-410m")
-    assert code == 0 and "13 runs, 119 layers; training on this machine: not known" in " ".join(out.split())
+    assert code == 0 and "13 runs, 106 layers; training on this machine: not known" in " ".join(out.split())
     assert "not known for gpt2, pythia-410m: cannot load openai-community/gpt2" in out
     assert not list(tmp_path.iterdir())
