@@ -64,15 +64,12 @@ def evaluate_structure(
     Raises:
         MxdError: no layers, no text, or layers of another model.
     """
-    leaders = {name: torch.zeros(trained.layer.num_units, dtype=torch.int64) for name, trained in layers.items()}
-    moments = {name: CodeMoments(trained.layer) for name, trained in layers.items()}
+    counted = {name: _Counted(trained) for name, trained in layers.items()}
     with evaluating(model, layers):
         with progress(f"structure: leading units of {plural(len(layers), 'layer')}", how.tokens) as advance:
             for batch in streamed(contexts, how.tokens, forward_contexts):
                 for name, code, _ in codes(model, layers, batch):
-                    moments[name].count(code)
-                    unit, activation = _leading(code)
-                    leaders[name] += torch.bincount(unit[activation > 0].cpu(), minlength=len(leaders[name]))
+                    counted[name].see(code)
                 advance(batch.size)
         counts = {name: min(how.experts, trained.layer.num_units) for name, trained in layers.items()}
         with progress(f"structure: ranks of {plural(len(layers), 'layer')}", sum(counts.values()), "units") as advance:
@@ -83,25 +80,46 @@ def evaluate_structure(
     return {
         name: {
             "block": trained.provenance.block,
-            **_mean_and_spread("normalized_rank", ranks[name][0]),
-            **_mean_and_spread("stable_rank", ranks[name][1]),
-            "deficient": int((ranks[name][0] < 1).sum()),
-            "experts": counts[name],
+            **_ranked(*ranks[name]),
             "shape": list(trained.layer.unit_weight(0).shape),
-            "tokens": moments[name].tokens,
-            "leader": {
-                "unit": int(leaders[name].argmax()),
-                "share": float(leaders[name].max()) / max(moments[name].tokens, 1),
-            },
-            "leading": [
-                {
-                    **row,
-                    "units": [{**unit, "rate": float(moments[name].rates[unit["unit"]])} for unit in row["units"]],
-                }
-                for row in prompted[name]
-            ],
+            **counted[name].report(),
+            "leading": [row | {"units": counted[name].with_rates(row["units"])} for row in prompted[name]],
         }
         for name, trained in layers.items()
+    }
+
+
+class _Counted:
+    """Over a text: at how many tokens each unit of a layer fires, and at how many it leads."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.moments = CodeMoments(trained.layer)
+        self.leads = torch.zeros(trained.layer.num_units, dtype=torch.int64)
+
+    def see(self, code: Code) -> None:
+        """Count the code of some tokens."""
+        self.moments.count(code)
+        unit, activation = _leading(code)
+        self.leads += torch.bincount(unit[activation > 0].cpu(), minlength=len(self.leads))
+
+    def report(self) -> dict[str, Any]:
+        """Return the number of tokens, and the unit that leads most often."""
+        tokens = self.moments.tokens
+        leader = {"unit": int(self.leads.argmax()), "share": float(self.leads.max()) / max(tokens, 1)}
+        return {"tokens": tokens, "leader": leader}
+
+    def with_rates(self, units: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return units with their firing rates."""
+        return [{**unit, "rate": float(self.moments.rates[unit["unit"]])} for unit in units]
+
+
+def _ranked(normalized: Float[Tensor, " units"], stable: Float[Tensor, " units"]) -> dict[str, Any]:
+    """Return what is said of the ranks of some units."""
+    return {
+        **_mean_and_spread("normalized_rank", normalized),
+        **_mean_and_spread("stable_rank", stable),
+        "deficient": int((normalized < 1).sum()),
+        "experts": len(normalized),
     }
 
 

@@ -478,8 +478,8 @@ class Noting:
         self.bos.append(bos)
         return []
 
-    def measure(self, model, sets, ablations, begun, groups, masks):
-        return {name: {} for name in sets}
+    def measure(self, masked):
+        return {name: {} for name in masked.sets}
 
 
 def test_bos_the_context_and_the_seed_reach_the_texts_and_all_that_is_drawn(gpt2, monkeypatch):
