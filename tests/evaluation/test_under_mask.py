@@ -140,7 +140,9 @@ def test_continuations_under_each_mask(gpt2):
     assert [len(each) for each in found["examples"]] == [2, 1], "the prompts of the masked domain"
     first = found["examples"][0][0]
     assert first["prompt"] == PROMPTS[0][0] and first["base"] == plain[0].tolist()
-    assert first["spliced"] == masked[0][0].tolist() and len(first["spliced_tokens"]) == 12
+    assert first["spliced"] == masked[0][0].tolist() != first["base"]
+    for which in ("base", "spliced"):
+        assert first[f"{which}_tokens"] == [gpt2.tokenizer.decode([token]) for token in first[which]]
     assert found["repeated_masked"][1] == found["repeated"]
     for key, expected in (("repeated_masked", masked), ("repeated_control", control)):
         assert found[key] == [np.mean([repeated_share(row.tolist()) for row in rows]) for rows in expected]
