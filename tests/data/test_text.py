@@ -151,6 +151,7 @@ def test_chats_go_through_the_chat_template(tmp_path, chatty):
         ([], r"expected a text or a chat, a list of .*got \[\]"),
         ([{"from": "user", "value": "Hi"}], "line 1: expected a text or a chat.*'from'"),
         ([{"role": "user", "content": None}], "line 1: expected a text or a chat"),
+        ([{"role": "user", "words": "Hi" * 200}], r"got .{200} \.\.\.\.$"),
         ({"role": "user", "content": "Hi"}, "line 1: expected a text or a chat"),
     ],
 )
