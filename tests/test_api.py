@@ -99,6 +99,20 @@ def test_a_model_that_is_given_takes_the_configs_place(gpt2, tmp_path):
     assert base is None and (named.model.source, named.model.revision) == ("tiny-neox", None)
 
 
+def test_given_text_is_read_as_the_config_says(gpt2, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(mxd.api, "in_memory", lambda *words: asked.append(words) or "documents")
+    monkeypatch.setattr(mxd.api, "run_training", lambda *words: asked.append(words) or tmp_path)
+    raw = fields(tmp_path, seed=7, data={"context": 16, "column": "said", "part": "train"})
+    for model in (gpt2, "tiny-gpt2"):
+        asked.clear()
+        mxd.train(raw, ["a"], model=model, resume=True, groups=2, shard=True, overwrite=True)
+        (text, column, seed, part, tokenizer), (_, *rest) = asked
+        assert (text, column, seed, part) == (["a"], "said", 7, "train")
+        assert tokenizer is (gpt2.tokenizer if model is gpt2 else None)
+        assert rest == [True, gpt2 if model is gpt2 else None, 2, True, "documents", True]
+
+
 def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):
     config = mxd.load_config(run / "config.yaml")
     assert config.model.source == gpt2.source and config.data.source == "memory"
