@@ -18,6 +18,7 @@ from runs import assert_same_run, small, stop_after
 from torch import nn
 
 import mxd
+import mxd.api
 from mxd.artifacts.sets import as_trained
 from mxd.common.errors import MxdError
 from mxd.training.trainer import train as run_training
@@ -65,6 +66,51 @@ def test_a_config_may_be_a_path_plain_data_or_a_config(run, gpt2, tmp_path):
         assert again.folder == run.folder
     with pytest.raises(MxdError, match=r"blocs.*Did you mean 'blocks'"):
         mxd.train(fields(tmp_path, blocs=1))
+
+
+def test_what_evaluate_is_asked_reaches_what_measures(monkeypatch):
+    asked = []
+    monkeypatch.setattr(mxd.api, "open_checkpoints", lambda *subject: subject)
+    monkeypatch.setattr(mxd.api, "answer", lambda *words: asked.extend(words) or {"results": {}})
+    mxd.evaluate("layers", ["text"], tokens=7, seed=3, together=True, model="m", device="cpu")
+    subject, how, together = asked
+    assert subject == ("layers", None, "m", "cpu", ["text"])
+    assert (how.tokens, how.seed, together) == (7, 3, True)
+
+
+def test_text_that_is_given_takes_the_configs_place(tmp_path):
+    raw = fields(tmp_path, data={"context": 16, "source": "org/name", "streaming": True})
+    config, own = mxd.api._config(raw, ["text"])
+    assert own == ["text"] and not config.data.streaming and config.data.source != "org/name"
+    config, own = mxd.api._config(raw | {"data": {"source": ["other"]}}, ["text"])
+    assert own == ["text"]
+    config, own = mxd.api._config(raw, tmp_path / "a.txt")
+    assert own is None and config.data.source == str(tmp_path / "a.txt") and config.data.streaming
+
+
+def test_a_model_that_is_given_takes_the_configs_place(gpt2, tmp_path):
+    raw = fields(tmp_path, model={"source": "org/name", "revision": "r", "dtype": "bfloat16"})
+    config, own = mxd.api._config(raw, None)
+    assert own is None
+    loaded, base = mxd.api._with_model(config, gpt2, None)
+    assert base is not None and loaded.model.source == base.source
+    assert (loaded.model.revision, loaded.model.dtype) == (None, "float32")
+    named, base = mxd.api._with_model(config, "tiny-neox", None)
+    assert base is None and (named.model.source, named.model.revision) == ("tiny-neox", None)
+
+
+def test_given_text_is_read_as_the_config_says(gpt2, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(mxd.api, "in_memory", lambda *words: asked.append(words) or "documents")
+    monkeypatch.setattr(mxd.api, "run_training", lambda *words: asked.append(words) or tmp_path)
+    raw = fields(tmp_path, seed=7, data={"context": 16, "column": "said", "part": "train"})
+    for model in (gpt2, "tiny-gpt2"):
+        asked.clear()
+        mxd.train(raw, ["a"], model=model, resume=True, groups=2, shard=True, overwrite=True)
+        (text, column, seed, part, tokenizer), (_, *rest) = asked
+        assert (text, column, seed, part) == (["a"], "said", 7, "train")
+        assert tokenizer is (gpt2.tokenizer if model is gpt2 else None)
+        assert rest == [True, gpt2 if model is gpt2 else None, 2, True, "documents", True]
 
 
 def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):

@@ -1,6 +1,7 @@
 """docs/layers.md describes every layer and every kind of sparsity, and what it says of them is so."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from variants import SPARSITIES as EXAMPLES
 from variants import parse_sparsity
 
 import mxd
+from mxd.cli import app
 from mxd.config import TrainingConfig, parse_config
 from mxd.layers import LAYERS, MLPShape, size
 from mxd.layers.sparsity import SPARSITIES
@@ -160,6 +162,52 @@ def test_the_examples_in_python_run(tmp_path, monkeypatch):
     assert len(names["history"]) and names["table"].shape[0] == 2 and names["units"]["results"]
     assert names["prediction"].shape == names["y"].shape and (tmp_path / "faithfulness.json").is_file()
     assert names["mxd"].load_layer("checkpoints/own/block2").provenance.model == "tiny-gpt2"
+
+
+PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["papers", "evaluation"])
+def test_commands_that_answer_a_paper_exist_with_these_options(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    commands = [shlex.split(command) for command in re.findall(r"`mxd ([^`A-Z][^`]*)`", text)]
+    assert len(commands) > 20
+    for words in commands:
+        if len(words) == 1:
+            assert words[0] in app
+        else:
+            app.parse_args(words, print_error=False, exit_on_error=False)
+
+
+def test_layers_and_scripts_that_answer_a_paper_exist():
+    entries = re.findall(r"`(\{method: .*?\})`", PAPERS)
+    assert len(entries) > 8
+    for entry in entries:
+        assert all(config.num_units for config in sized(yaml.safe_load(entry))), entry
+    for script in re.findall(r"`(scripts/\w+\.py)", PAPERS):
+        assert (ROOT / script).exists(), script
+
+
+def test_every_numbered_item_of_the_papers_has_its_row():
+    """Figures and tables by their numbers; left out are drawings and tables of hyper-parameters."""
+    items = {
+        "Mixture of Decoders": (range(3, 25), range(1, 7)),
+        "Multilinear MoE": ({*range(2, 26)} - {6, 9}, range(1, 11)),
+        "MMoE": ({*range(2, 17)} - {4}, range(1, 9)),
+        "Monet": (range(2, 11), range(2, 17)),
+        "Implicit bias": (range(1, 7), {1, 2, 3, *range(10, 14)}),
+    }
+    sections = dict(zip(items, PAPERS.split("\n## ")[1:], strict=True))
+    for name, (figures, tables) in items.items():
+        named = {"figure": set(), "table": set()}
+        for cell in re.findall(r"^\| ((?:figure|table) .*?) \|", sections[name], re.M):
+            kind = ""
+            for word in re.findall(r"figure|table|\d+", cell):
+                kind = word if word in named else kind
+                if word.isdigit():
+                    named[kind].add(int(word))
+        assert sections[name].startswith(name)
+        assert (set(figures) - named["figure"], set(tables) - named["table"]) == (set(), set()), name
 
 
 def test_links_exist():

@@ -4,14 +4,16 @@ The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from mxd.cli.shared import (
     FLAT,
     HELD_OUT,
+    NO_TASKS,
     HeldOut,
+    LmEval,
     OutFile,
     app,
     check_checkpoints,
@@ -22,7 +24,6 @@ from mxd.cli.shared import (
     show,
     show_faithfulness,
 )
-from mxd.common.errors import MxdError
 from mxd.common.numbers import plural
 from mxd.questions import (
     DEFAULTS,
@@ -30,9 +31,6 @@ from mxd.questions import (
     GenerationConfig,
     WholeConfig,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command
@@ -42,9 +40,7 @@ def evaluate(
     how: Annotated[FaithfulnessConfig, FLAT] = DEFAULTS.faithfulness,
     on: HeldOut = HELD_OUT,
     out: OutFile = None,
-    lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
-    lm_eval_include: Path | None = None,
+    tasks: LmEval = NO_TASKS,
 ) -> None:
     """Splice trained layers into their base model and measure faithfulness on held-out text.
 
@@ -57,22 +53,18 @@ def evaluate(
         out: JSON file; by default faithfulness.json in the first folder (faithfulness-together.json with --together),
             and for a Hub reference faithfulness-NAME.json in this one. Without this option table.md goes
             beside it, with every column.
-        lm_eval: Tasks of the lm-evaluation-harness to score the base and each splice on, too: arc_easy,hellaswag. Needs
-            pip install 'mxd[lm-eval]'.
-        lm_eval_limit: Documents of each task to use, at most.
-        lm_eval_include: Folder with task files of your own.
+        tasks: What the base and each splice are scored on as well.
 
     Raises:
         MxdError: options of lm-eval without its tasks.
     """
-    if lm_eval is None and (lm_eval_limit is not None or lm_eval_include is not None):
-        raise MxdError("--lm-eval-limit and --lm-eval-include need --lm-eval TASKS.")
+    names = tasks.names()
     check_checkpoints(checkpoints)
     from mxd.evaluation.faithfulness import answer
     from mxd.evaluation.harness import find_tasks
 
-    tasks = find_tasks(lm_eval.split(","), lm_eval_limit, lm_eval_include) if lm_eval is not None else None
-    results = answer(on.open("evaluate", checkpoints), how, together, tasks)
+    found = None if names is None else find_tasks(names, tasks.lm_eval_limit, tasks.lm_eval_include)
+    results = answer(on.open("evaluate", checkpoints), how, together, found)
     show_faithfulness(results)
     numbers = save(results, checkpoints, "faithfulness-together" if together else "faithfulness", out)
     if out is None:

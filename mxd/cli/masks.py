@@ -3,10 +3,27 @@
 The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, check_answers, fraction, numbers, ranges, save, show
+from cyclopts import Parameter
+
+from mxd.cli.shared import (
+    FLAT,
+    HELD_OUT,
+    NO_TASKS,
+    HeldOut,
+    LmEval,
+    OutFile,
+    app,
+    check_answers,
+    fraction,
+    numbers,
+    ranges,
+    save,
+    show,
+)
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -27,9 +44,6 @@ from mxd.questions import (
     checked,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 @app.command
 def mask(
@@ -41,9 +55,7 @@ def mask(
     thresholds: str = ",".join(map(str, PURGING.thresholds)),
     limit: int | None = None,
     under: Annotated[UnderMaskConfig, FLAT] = UNDER_MASK,
-    lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
-    lm_eval_include: str | None = None,
+    tasks: LmEval = NO_TASKS,
     lm_eval_groups: str | None = None,
     together: bool = False,
     on: HeldOut = HELD_OUT,
@@ -63,10 +75,7 @@ def mask(
         limit: Texts of each domain, by default 100, or below and above the mean score, 500; half of them choose
             units, half are measured.
         under: The config of what else is measured under each mask.
-        lm_eval: Tasks of the lm-evaluation-harness to score under each mask and its control: mmlu. Needs pip install
-            'mxd[lm-eval]'.
-        lm_eval_limit: Documents of each task to use, at most.
-        lm_eval_include: Folder with task files of your own.
+        tasks: What is scored under each mask and its control.
         lm_eval_groups: Which domain each task is of: mmlu (57 subjects in 14 categories), or a file with the columns
             task and domain; by default each task is a domain of its own.
         together: Splice and mask all layers of a kind at once, as for evaluate, instead of each alone.
@@ -78,8 +87,7 @@ def mask(
     """
     if (domains is None) == (scores is None):
         raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
-    include = None if lm_eval_include is None else str(lm_eval_include)
-    under = _with_tasks(under, lm_eval, limit=lm_eval_limit, include=include, groups=lm_eval_groups)
+    under = _with_tasks(under, tasks, lm_eval_groups)
     shared: dict[str, Any] = {"under": under} | ({} if limit is None else {"limit": limit})
     by_domain = changed(by_domain, domains=domains or "", **shared)
     shared |= by_domain.model_dump(include={"text_column", "neurons", "seed"})
@@ -97,13 +105,54 @@ def mask(
     save(results, checkpoints, f"{kind}-together" if together else kind, out)
 
 
-def _with_tasks(under: UnderMaskConfig, tasks: str | None, **options: Any) -> UnderMaskConfig:
+def _with_tasks(under: UnderMaskConfig, tasks: LmEval, groups: str | None = None) -> UnderMaskConfig:
     """Return what is measured under each mask, with the tasks of lm-eval that were named."""
-    if tasks is not None:
-        return changed(under, lm_eval=checked(TasksConfig, tasks=tuple(tasks.split(",")), **options))
-    if any(value is not None for value in options.values()):
-        raise MxdError("--lm-eval-limit, --lm-eval-include and --lm-eval-groups need --lm-eval TASKS.")
-    return under
+    if (names := tasks.names(groups)) is None:
+        return under
+    include = None if tasks.lm_eval_include is None else str(tasks.lm_eval_include)
+    asked = checked(TasksConfig, tasks=tuple(names), limit=tasks.lm_eval_limit, include=include, groups=groups)
+    return changed(under, lm_eval=asked)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ScoredBy:
+    """Who scores what is written: one of three."""
+
+    scorer: str | None = None
+    """OpenAI-compatible endpoint that scores what is written, such as https://api.example.com/v1."""
+    scorer_model: str | None = None
+    """Model to ask there."""
+    scorer_key: str = "MXD_JUDGE_KEY"
+    """Environment variable that holds the endpoint's key."""
+    scorer_local: str | None = None
+    """Sequence-classification model to score instead, a folder or a Hub id."""
+    scorer_label: str | None = None
+    """Its class whose probability is the score; of two classes by default the second."""
+    scorer_words: Path | None = None
+    """File of words, one a line: a text with one of them scores 1, any other 0."""
+
+    def config(self) -> WordsConfig | ClassifierConfig | EndpointConfig:
+        """Return the scorer's config.
+
+        Raises:
+            MxdError: not exactly one scorer, or one that is named only in part.
+        """
+        named = [self.scorer, self.scorer_local, self.scorer_words]
+        if (self.scorer is None) != (self.scorer_model is None) or named.count(None) != 2:
+            raise MxdError(
+                "give --scorer URL with --scorer-model NAME, or --scorer-local MODEL, or --scorer-words FILE."
+            )
+        if self.scorer_label is not None and self.scorer_local is None:
+            raise MxdError("--scorer-label names a class of --scorer-local MODEL.")
+        if self.scorer is not None:
+            return checked(EndpointConfig, url=self.scorer, model=self.scorer_model, key_variable=self.scorer_key)
+        if self.scorer_local is not None:
+            return checked(ClassifierConfig, model=self.scorer_local, label=self.scorer_label)
+        return checked(WordsConfig, file=str(self.scorer_words))
+
+
+NOBODY = ScoredBy()
 
 
 @app.command
@@ -111,20 +160,13 @@ def toxicity(
     *checkpoints: str,
     scores: str,
     prompts: str,
-    scorer: str | None = None,
-    scorer_model: str | None = None,
-    scorer_key: str = "MXD_JUDGE_KEY",
-    scorer_local: str | None = None,
-    scorer_label: str | None = None,
-    scorer_words: Path | None = None,
+    by: ScoredBy = NOBODY,
     how: Annotated[ToxicityConfig, FLAT] = DEFAULTS.toxicity,
     text_column: str = PURGING.text_column,
     score_column: str = PURGING.score_column,
     thresholds: str = ",".join(map(str, PURGING.thresholds)),
     neurons: bool = False,
-    lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
-    lm_eval_include: Path | None = None,
+    tasks: LmEval = NO_TASKS,
     together: bool = False,
     on: HeldOut = HELD_OUT,
     out: OutFile = None,
@@ -138,21 +180,13 @@ def toxicity(
         checkpoints: As for evaluate.
         scores: Texts with a score, by which units are chosen; as for mask.
         prompts: Texts to continue, with a score each: a file, folder or pattern, or a Hub dataset.
-        scorer: OpenAI-compatible endpoint that scores what is written, such as https://api.example.com/v1.
-        scorer_model: Model to ask there.
-        scorer_key: Environment variable that holds the endpoint's key.
-        scorer_local: Sequence-classification model to score instead, a folder or a Hub id.
-        scorer_label: Its class whose probability is the score; of two classes by default the second.
-        scorer_words: File of words, one a line: a text with one of them scores 1, any other 0.
+        by: Who scores what is written.
         how: The question's config.
         text_column: Field that holds the text, in both files.
         score_column: Field that holds the number, in both files.
         thresholds: Correlations from which on a unit is masked.
         neurons: Measure the base MLPs' own neurons as well, a control that every replacement should beat.
-        lm_eval: Tasks of the lm-evaluation-harness to score under each mask and its control: what is left of
-            helpfulness. Needs pip install 'mxd[lm-eval]'.
-        lm_eval_limit: Documents of each task to use, at most.
-        lm_eval_include: Folder with task files of your own.
+        tasks: What is scored under each mask and its control: what is left of helpfulness.
         together: Splice and mask all layers of a kind at once, as for evaluate, instead of each alone.
         on: Context, held-out text and base model.
         out: JSON file; by default toxicity.json in the first folder.
@@ -160,20 +194,9 @@ def toxicity(
     Raises:
         MxdError: not exactly one scorer, or one that is named only in part.
     """
-    if (scorer is None) != (scorer_model is None) or [scorer, scorer_local, scorer_words].count(None) != 2:
-        raise MxdError("give --scorer URL with --scorer-model NAME, or --scorer-local MODEL, or --scorer-words FILE.")
-    if scorer_label is not None and scorer_local is None:
-        raise MxdError("--scorer-label names a class of --scorer-local MODEL.")
-    named: WordsConfig | ClassifierConfig | EndpointConfig
-    if scorer is not None and scorer_model is not None:
-        named = checked(EndpointConfig, url=scorer, model=scorer_model, key_variable=scorer_key)
-    elif scorer_local is not None:
-        named = checked(ClassifierConfig, model=scorer_local, label=scorer_label)
-    else:
-        named = checked(WordsConfig, file=str(scorer_words))
-    include = None if lm_eval_include is None else str(lm_eval_include)
+    named = by.config()
     columns = {"text_column": text_column, "score_column": score_column, "neurons": neurons}
-    under = _with_tasks(how.purging.under, lm_eval, limit=lm_eval_limit, include=include)
+    under = _with_tasks(how.purging.under, tasks)
     reached = numbers("--thresholds", thresholds, float)
     by_score = changed(how.purging, under=under, thresholds=reached, **columns)
     how = changed(how, scores=scores, prompts=prompts, scorer=named, purging=by_score)

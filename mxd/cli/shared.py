@@ -111,6 +111,38 @@ class HeldOut:
 HELD_OUT = HeldOut()
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LmEval:
+    """Tasks of the lm-evaluation-harness that are scored as well."""
+
+    lm_eval: str | None = None
+    """Tasks of the lm-evaluation-harness to score as well: arc_easy,hellaswag. Needs pip install 'mxd[lm-eval]'."""
+    lm_eval_limit: int | None = None
+    """Documents of each task to use, at most."""
+    lm_eval_include: Path | None = None
+    """Folder with task files of your own."""
+
+    def names(self, groups: str | None = None) -> list[str] | None:
+        """Return what the tasks are called, ``None`` where there are none.
+
+        Args:
+            groups: an option that needs tasks, too, where the command has it.
+
+        Raises:
+            MxdError: options without tasks.
+        """
+        if self.lm_eval is not None:
+            return self.lm_eval.split(",")
+        given = {"limit": self.lm_eval_limit, "include": self.lm_eval_include, "groups": groups}
+        if options := [f"--lm-eval-{name}" for name, value in given.items() if value is not None]:
+            raise MxdError(f"{options[0]} is given without tasks; add --lm-eval TASKS.")
+        return None
+
+
+NO_TASKS = LmEval()
+
+
 def configured(path: Path, overrides: Sequence[str], options: Sequence[str] = ()) -> "RunConfig":
     """Read a run's config; what shows in the file is refused before torch is imported.
 

@@ -3,6 +3,7 @@
 The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -22,6 +23,45 @@ from mxd.questions import (
 
 if TYPE_CHECKING:
     from mxd.evaluation.judging import Judge
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Judges:
+    """Language models that judge texts."""
+
+    judge: tuple[str, ...] = ()
+    """OpenAI-compatible endpoint that judges, such as https://api.example.com/v1; may be repeated."""
+    judge_model: tuple[str, ...] = ()
+    """Model to ask there, one for each --judge, in the same order."""
+    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",)
+    """Environment variable that holds the endpoint's key: one for all, or one for each --judge."""
+    judge_local: tuple[str, ...] = ()
+    """Causal language model to judge as well or instead, loaded like a base model; may be repeated."""
+
+    def check(self) -> None:
+        """Refuse judges that are named only in part, before anything is loaded.
+
+        Raises:
+            MxdError: an endpoint without its model, or another number of keys.
+        """
+        if len(self.judge) != len(self.judge_model) or len(self.judge_key) not in (1, len(self.judge)):
+            raise MxdError(
+                f"got {len(self.judge)} --judge, {len(self.judge_model)} --judge-model and {len(self.judge_key)} "
+                "--judge-key: give each --judge URL its --judge-model NAME, and one key for all or one for each; or "
+                "--judge-local MODEL."
+            )
+
+    def loaded(self, device: str) -> "list[Judge]":
+        """Return the judges; those of this machine are loaded on a device."""
+        from mxd.evaluation.judging import Endpoint, LocalJudge
+
+        keys = self.judge_key * len(self.judge) if len(self.judge_key) == 1 else self.judge_key
+        judges: list[Judge] = [Endpoint(*one) for one in zip(self.judge, self.judge_model, keys, strict=True)]
+        return judges + [LocalJudge.load(source, device) for source in self.judge_local]
+
+
+NOBODY = Judges()
 
 
 @app.command
@@ -57,10 +97,7 @@ def explain(
     *checkpoints: str,
     units: str | None = None,
     how: Annotated[ExplainingConfig, FLAT] = EXPLAINING,
-    judge: tuple[str, ...] = (),
-    judge_model: tuple[str, ...] = (),
-    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
-    judge_local: tuple[str, ...] = (),
+    by: Judges = NOBODY,
     on: HeldOut = HELD_OUT,
     out: OutFile = None,
 ) -> None:
@@ -70,23 +107,20 @@ def explain(
         checkpoints: As for evaluate.
         units: Units to explain, 3,17,40-49; by default those that add most to the output.
         how: The question's config.
-        judge: OpenAI-compatible endpoint that decides, such as https://api.example.com/v1; may be repeated.
-        judge_model: Model to ask there, one for each --judge, in the same order.
-        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
-        judge_local: Causal language model to decide as well or instead, loaded like a base model; may be repeated.
+        by: Who decides.
         on: The text and the base model.
         out: JSON file; by default explaining.json in the first folder.
 
     Raises:
         MxdError: a judge that is named only in part.
     """
-    _check_judges(judge, judge_model, judge_key)
+    by.check()
     named = ranges("--units", units) if units is not None else None
     subject = on.open("explain", checkpoints)
     from mxd.evaluation.explaining import answer
     from mxd.report.terminal import explained_lines
 
-    results = answer(subject, how, named, _judges(judge, judge_model, judge_key, judge_local, on.device))
+    results = answer(subject, how, named, by.loaded(on.device))
     for name, result in results["results"].items():
         say("\n".join(explained_lines(name, result)))
     save(results, checkpoints, "explaining", out)
@@ -153,10 +187,7 @@ def steer(
     *checkpoints: str,
     units: str = f"0-{DEFAULTS.steering.first - 1}",
     how: Annotated[SteeringConfig, FLAT] = DEFAULTS.steering,
-    judge: tuple[str, ...] = (),
-    judge_model: tuple[str, ...] = (),
-    judge_key: tuple[str, ...] = ("MXD_JUDGE_KEY",),
-    judge_local: tuple[str, ...] = (),
+    by: Judges = NOBODY,
     model: str | None = None,
     device: str = "auto",
     out: OutFile = None,
@@ -167,11 +198,7 @@ def steer(
         checkpoints: As for evaluate.
         units: Units, such as 0-99 or 3,17,40-49; of the default those that exist.
         how: The question's config.
-        judge: OpenAI-compatible endpoint that rates each unit's texts, such as https://api.example.com/v1; may be
-            repeated, for several judges.
-        judge_model: Model to ask there, one for each --judge, in the same order.
-        judge_key: Environment variable that holds the endpoint's key: one for all, or one for each --judge.
-        judge_local: Causal language model to judge as well or instead, loaded like a base model; may be repeated.
+        by: Who rates each unit's texts.
         model: Base model in place of the one named in the checkpoints.
         device: auto (CUDA where there is one), cpu, cuda.
         out: JSON file; by default steering.json in the first folder.
@@ -179,36 +206,12 @@ def steer(
     Raises:
         MxdError: a judge that is named only in part, or twice.
     """
-    _check_judges(judge, judge_model, judge_key)
+    by.check()
     named = None if units == f"0-{DEFAULTS.steering.first - 1}" else ranges("--units", units)
     subject = HeldOut(model=model, device=device).open("steer", checkpoints)
     from mxd.evaluation.steering import answer, summary
 
-    judges = _judges(judge, judge_model, judge_key, judge_local, device)
-    results = answer(subject, how, named, judges)
+    results = answer(subject, how, named, by.loaded(device))
     say(summary(results["results"]))
     save(results, checkpoints, "steering", out)
     check_answers(results)
-
-
-def _check_judges(judge: tuple[str, ...], judge_model: tuple[str, ...], judge_key: tuple[str, ...]) -> None:
-    if len(judge) != len(judge_model) or len(judge_key) not in (1, len(judge)):
-        raise MxdError(
-            f"got {len(judge)} --judge, {len(judge_model)} --judge-model and {len(judge_key)} --judge-key: give each "
-            "--judge URL its --judge-model NAME, and one key for all or one for each; or --judge-local MODEL."
-        )
-
-
-def _judges(
-    judge: tuple[str, ...],
-    judge_model: tuple[str, ...],
-    judge_key: tuple[str, ...],
-    judge_local: tuple[str, ...],
-    device: str,
-) -> "list[Judge]":
-    """Return the judges that were named."""
-    from mxd.evaluation.judging import Endpoint, LocalJudge
-
-    keys = judge_key * len(judge) if len(judge_key) == 1 else judge_key
-    judges: list[Judge] = [Endpoint(*one) for one in zip(judge, judge_model, keys, strict=True)]
-    return judges + [LocalJudge.load(source, device) for source in judge_local]

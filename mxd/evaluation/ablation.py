@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from mxd.artifacts.checkpoint import Trained
-from mxd.common.errors import MxdError
 from mxd.common.numbers import plural
 from mxd.common.progress import progress
 from mxd.data.labelled import labelled_texts
@@ -29,7 +28,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.dropping import Activity, Dropping
 from mxd.evaluation.masks import Texts, at_least, halves
 from mxd.evaluation.targets import NextTokens, ProbedClass, Target
-from mxd.evaluation.walk import CodeMoments, codes, evaluating, padded_batches
+from mxd.evaluation.walk import CodeMoments, check_units, codes, evaluating, padded_batches
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, AblationConfig
 
@@ -102,10 +101,7 @@ def evaluate_ablation(
     """
     classes = sorted(set(labels))
     at_least("the number of classes", len(classes), 2)
-    for name, trained in layers.items():
-        wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]
-        if wrong:
-            raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
+    check_units(layers, units)
     groups = [classes.index(label) for label in labels]
     drawn = halves(model.tokenizer, texts, groups, classes, how.limit, context, bos, how.seed)
     results = {}

@@ -27,7 +27,7 @@ class Ranking(NamedTuple):
 
     def kept(self, share: float) -> Int[Tensor, "*lead"]:
         """Return how many units a share of the active ones is, rounded up."""
-        return (share * self.active.double() - 1e-9).ceil().long()  # 1e-9: a third of three is one, not two
+        return (share * self.active.double() - 1e-9).ceil().long()  # 1e-9: 0.07 of 100 is 7, not 8
 
     def first(self, share: float) -> Bool[Tensor, "*lead units"]:
         """Return which units are the first ``kept(share)``."""

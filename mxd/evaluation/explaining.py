@@ -17,13 +17,13 @@ from torch import Tensor
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
 from mxd.common.numbers import plural
-from mxd.common.progress import progress
+from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.deciding import decided
 from mxd.evaluation.judging import Judge, check_judges
 from mxd.evaluation.units import WINDOW, contributing, token_strings
-from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
+from mxd.evaluation.walk import CodeMoments, check_units, codes, evaluating, streamed
 from mxd.model.frozen import FrozenModel
 from mxd.questions import EXPLAINING, ExplainingConfig
 
@@ -93,17 +93,13 @@ def evaluate_explaining(
     """
     check_judges(judges)
     template = _template(model)
-    for name, trained in layers.items():
-        wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]
-        if wrong:
-            raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
+    check_units(layers, units)
     batches = list(streamed(contexts, how.tokens))
     rows = np.concatenate(batches)
-    half = len(rows) // 2
-    if not half:
+    if len(rows) < 2:
         raise MxdError("the text holds a single context; one half of it explains, the other decides. Raise --tokens.")
     with evaluating(model, layers):
-        chosen = {name: _chosen(model, name, trained, rows[:half], how, units) for name, trained in layers.items()}
+        chosen = {name: _chosen(model, name, trained, rows, how, units) for name, trained in layers.items()}
         fired = _fired(model, layers, chosen, batches)
     results: dict[str, dict[str, Any]] = {}
     with progress(
@@ -111,22 +107,26 @@ def evaluate_explaining(
     ) as advance:
         for number, (name, trained) in enumerate(layers.items()):
             rng = np.random.default_rng([how.seed, number])
-            known = {
-                unit: one
-                for unit, of in zip(chosen[name], fired[name], strict=True)
-                if (one := _seen(model, of, rows, half, how, rng)) is not None
-            }
-            vectors = [mean_embedding(model, one.pop("ids")) for one in known.values()]
-            for prompt in PROMPTS if known else ():
-                texts = written(model, torch.stack(vectors), template, *prompt, how.new_tokens)
-                for one, text in zip(known.values(), texts, strict=True):
-                    one.setdefault("explanations", []).append(text)
-                advance(1)
+            found = zip(chosen[name], fired[name], strict=True)
+            known = {unit: one for unit, of in found if (one := _seen(model, of, rows, how, rng)) is not None}
+            _explain(model, known, template, how.new_tokens, advance)
             results[name] = {"block": trained.provenance.block, "left_out": len(chosen[name]) - len(known)}
             results[name]["units"] = {str(unit): one for unit, one in known.items()}
     if judges:
         decided(results, judges, how.seed)
     return results
+
+
+def _explain(
+    model: FrozenModel, units: Mapping[int, dict[str, Any]], template: Any, new_tokens: int, advance: Advance
+) -> None:
+    """Put explanations in the place of the units' top tokens' ``ids``; arguments as ``written``."""
+    vectors = [mean_embedding(model, one.pop("ids")) for one in units.values()]
+    for prompt in PROMPTS if units else ():
+        texts = written(model, torch.stack(vectors), template, *prompt, new_tokens)
+        for one, text in zip(units.values(), texts, strict=True):
+            one.setdefault("explanations", []).append(text)
+        advance(1)
 
 
 def mean_embedding(model: FrozenModel, ids: Int[np.ndarray, " tokens"]) -> Float[Tensor, " width"]:
@@ -205,10 +205,11 @@ def _chosen(
     how: ExplainingConfig,
     units: Sequence[int] | None,
 ) -> list[int]:
+    """Return the units to explain, by default those that add most to the output in the first half of the text."""
     if units is not None:
         return list(dict.fromkeys(units))
     moments = CodeMoments(trained.layer)
-    for row in rows:
+    for row in rows[: len(rows) // 2]:
         for _, code, _ in codes(model, {name: trained}, row[None]):
             moments.count(code)
     return contributing(moments, how.top, how.shared)
@@ -236,11 +237,11 @@ def _seen(
     model: FrozenModel,
     fired: Float[np.ndarray, "contexts seq"],
     rows: Int[np.ndarray, "contexts seq"],
-    half: int,
     how: ExplainingConfig,
     rng: np.random.Generator,
 ) -> dict[str, Any] | None:
     """Return a unit's top tokens in the first half and pairs of texts of the second; ``None`` where it has none."""
+    half = len(rows) // 2
     first = fired[:half].ravel()
     top = np.argsort(-first, kind="stable")[: how.words]
     ids = rows[:half].ravel()[top[first[top] > 0]]

@@ -18,7 +18,7 @@ from mxd.data.labelled import labelled_texts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import text_sums
 from mxd.evaluation.masks import Ablation, Chosen, LayerKey, ablate, at_least, halves, keyed_layers, matrices
-from mxd.evaluation.under_mask import Beside, UnderMask
+from mxd.evaluation.under_mask import Beside, Masked, UnderMask
 from mxd.evaluation.walk import PaddedTexts, TrainedSets
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
@@ -114,7 +114,7 @@ def evaluate_masking(
     about = {"domains": domains, "ratio": how.ratio, "texts": text.measured}
     extra: dict[str, dict[str, Any]] = {name: {} for name in sets}
     if beside is not None:
-        extra = beside.measure(model, sets, ablations, begun, domains, domains)
+        extra = beside.measure(Masked(model, sets, ablations, domains, domains, begun))
     return {name: about | _report(domains, ablation) | extra[name] for name, ablation in ablations.items()}
 
 

@@ -5,7 +5,7 @@ After Monet (ICLR 2025, section 5.3); Monet's score is toxicity.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.correlation import Correlation, Correlations
 from mxd.evaluation.masks import Ablation, Chosen, LayerKey, Texts, ablate, at_least, halves, keyed_layers, table
 from mxd.evaluation.scatter import Scatter, numbered
-from mxd.evaluation.under_mask import Beside, UnderMask
+from mxd.evaluation.under_mask import Beside, Masked, UnderMask
 from mxd.evaluation.walk import PaddedTexts, TrainedSets, codes, evaluating, padded_batches
 from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
@@ -130,29 +130,16 @@ def evaluate_purging(
         MxdError: scores that are all the same, fewer than 30 texts to choose by, a list of scores that is not one for
             each token, and as ``evaluate_masking``.
     """
-    of_texts = [float(np.mean(score)) for score in scores]
-    mean = float(np.mean(of_texts)) if of_texts else 0.0
-    groups = [int(score > mean) for score in of_texts]
-    names = [f"scores up to {mean:g}", f"scores above {mean:g}"]
-    at_least("the number of different scores", len(set(of_texts)), 2)
-    text = halves(model.tokenizer, texts, groups, names, how.limit, context, bos, how.seed)
-    if len(text.choosing) < FEWEST_TEXTS:
-        raise MxdError(
-            f"{len(text.choosing)} texts choose the units; expected at least {FEWEST_TEXTS}, since on fewer many units "
-            f"correlate with any score by chance. Half of the texts choose: give {2 * FEWEST_TEXTS} or more, and a "
-            f"--limit of {FEWEST_TEXTS} or more."
-        )
-    head = len(head_ids(model.tokenizer, bos))
-    of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
-    chooser = ByScore(keyed_layers(sets), of_tokens, how.thresholds, how.seed)
-    begun = [] if beside is None else beside.prompts(model, text, texts, names, bos)
+    split = _split(model.tokenizer, texts, scores, how, context, bos)
+    text, chooser = split.text, ByScore(keyed_layers(sets), split.of_tokens, how.thresholds, how.seed)
+    begun = [] if beside is None else beside.prompts(model, text, texts, split.groups, bos)
     ablations = ablate(model, sets, text, chooser, f"purging {plural(len(sets), 'splice')}", how.seed, batch)
     extra: dict[str, dict[str, Any]] = {name: {} for name in sets}
     if beside is not None:
         masks = [f"{threshold:g}" for threshold in how.thresholds]
-        extra = beside.measure(model, sets, ablations, begun, names, masks)
+        extra = beside.measure(Masked(model, sets, ablations, masks, split.groups, begun))
     found = {
-        name: {"mean_score": mean}
+        name: {"mean_score": split.mean}
         | _report(text, chooser, {n: chooser.found[name, n] for n in sets[name]}, ablation)
         | extra[name]
         for name, ablation in ablations.items()
@@ -160,6 +147,37 @@ def evaluate_purging(
     leading = {name: result["leading"] for name, result in found.items()}
     _add_points(model, sets, text, chooser, leading, how.seed, batch)
     return found
+
+
+class _Split(NamedTuple):
+    """Texts with scores up to the mean, and above it."""
+
+    mean: float
+    groups: list[str]
+    """What the two are called."""
+    text: Texts
+    of_tokens: dict[int, Float[np.ndarray, " seq"]]
+    """Of each text that chooses units the scores of its tokens."""
+
+
+def _split(
+    tokenizer: Any, texts: Sequence[str], scores: Sequence[Score], how: PurgingConfig, context: int, bos: bool
+) -> _Split:
+    """Draw texts of both kinds; arguments and errors as ``evaluate_purging``."""
+    of_texts = [float(np.mean(score)) for score in scores]
+    mean = float(np.mean(of_texts)) if of_texts else 0.0
+    names = [f"scores up to {mean:g}", f"scores above {mean:g}"]
+    at_least("the number of different scores", len(set(of_texts)), 2)
+    text = halves(tokenizer, texts, [int(score > mean) for score in of_texts], names, how.limit, context, bos, how.seed)
+    if len(text.choosing) < FEWEST_TEXTS:
+        raise MxdError(
+            f"{len(text.choosing)} texts choose the units; expected at least {FEWEST_TEXTS}, since on fewer many units "
+            f"correlate with any score by chance. Half of the texts choose: give {2 * FEWEST_TEXTS} or more, and a "
+            f"--limit of {FEWEST_TEXTS} or more."
+        )
+    head = len(head_ids(tokenizer, bos))
+    of_tokens = {n: _token_scores(n, scores[n], text.rows[n], head, context) for n in text.choosing}
+    return _Split(mean, names, text, of_tokens)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import continued
 from mxd.evaluation.judging import Judge, check_judges
 from mxd.evaluation.panel import judge_all
+from mxd.evaluation.walk import check_units
 from mxd.layers import ReplacementLayer
 from mxd.layers.gates import ConstantGate
 from mxd.model.frozen import FrozenModel
@@ -93,7 +94,8 @@ def evaluate_steering(
     for name, trained in layers.items():
         _check_input(name, trained.layer) if how.at == "input" else trained.layer.check_additive()
     ids = _prompt(model, how, bos)
-    chosen = {name: _units(name, trained.layer, units, how.first) for name, trained in layers.items()}
+    check_units(layers, units)
+    chosen = {name: _units(trained.layer, units, how.first) for name, trained in layers.items()}
     for trained in layers.values():
         Splice(model, {trained.provenance.block: trained})  # for its checks; what is spliced in later is ``Steered``
     results = {}
@@ -233,14 +235,11 @@ def _prompt(model: FrozenModel, how: SteeringConfig, bos: bool) -> list[int]:
     return ids
 
 
-def _units(name: str, layer: ReplacementLayer, units: Sequence[int] | None, first: int) -> list[int]:
+def _units(layer: ReplacementLayer, units: Sequence[int] | None, first: int) -> list[int]:
     if units is None:
         return list(range(min(first, layer.num_units)))
     if not units:
         raise MxdError("no units to steer with; give at least one.")
-    wrong = [unit for unit in units if not 0 <= unit < layer.num_units]
-    if wrong:
-        raise MxdError(f"{name} has units 0 ... {layer.num_units - 1}; got {wrong[0]}.")
     return list(dict.fromkeys(units))
 
 

@@ -7,7 +7,7 @@ breaks the model, too. That is why the loss on held-out text, or tasks, stand be
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,12 @@ from mxd.data.contexts import head_ids
 from mxd.data.labelled import scored_texts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.generation import batches_of_one_length, continued, greedy
-from mxd.evaluation.masks import Ablation, Texts
+from mxd.evaluation.masks import Texts
 from mxd.evaluation.purging import evaluate_purging
 from mxd.evaluation.scoring import Scored, Scorer, make_scorer
 from mxd.evaluation.steering import choose
-from mxd.evaluation.under_mask import UnderMask, by_which, examples, ways
-from mxd.evaluation.walk import Mean, TrainedSets
+from mxd.evaluation.under_mask import Masked, UnderMask, examples
+from mxd.evaluation.walk import Mean
 from mxd.model.frozen import FrozenModel
 from mxd.questions import DEFAULTS, ToxicityConfig, changed
 from mxd.splice import Splice
@@ -149,18 +149,10 @@ class Toxicity:
         return self.under.prompts(model, text, texts, groups, bos)
 
     @torch.no_grad()
-    def measure(
-        self,
-        model: FrozenModel,
-        sets: TrainedSets,
-        ablations: Mapping[str, Ablation],
-        begun: Sequence[Sequence[Sequence[int]]],
-        groups: Sequence[str],
-        masks: Sequence[str],
-    ) -> dict[str, dict[str, Any]]:
+    def measure(self, masked: Masked) -> dict[str, dict[str, Any]]:
         """As ``UnderMask.measure``, with ``toxicity``."""
-        found = self.under.measure(model, sets, ablations, begun, groups, masks)
-        splices: dict[Any, Splice | None] = {None: None} | dict(ways(model, sets, ablations))
+        found, model = self.under.measure(masked), masked.model
+        splices: dict[Any, Splice | None] = {None: None} | dict(masked.ways())
         scored, written = {}, {}
         per_way = len(self.begun) * (self.how.samples + 1)
         with progress(
@@ -178,12 +170,11 @@ class Toxicity:
             "samples": self.how.samples,
             "base": scored[None],
         }
-        for name, ablation in ablations.items():
-            of = by_which(scored, name, len(ablation.masks))
-            rows = by_which(written, name, len(ablation.masks))
+        for name, parts in found.items():
+            of, rows = masked.by_which(scored, name), masked.by_which(written, name)
             shown = [self._examples(model, rows["unmasked"][0], each) for each in rows["masked"]]
             of_masks = {"unmasked": of["unmasked"][0], "masked": of["masked"], "control": of["control"]}
-            found[name]["toxicity"] = about | of_masks | {"examples": shown}
+            parts["toxicity"] = about | of_masks | {"examples": shown}
         return found
 
     def _sampled(self, model: FrozenModel) -> Iterator[tuple[int, list[str]]]:

@@ -39,6 +39,45 @@ EXAMPLES = 3
 """Prompts of a mask whose continuations are kept."""
 
 
+@dataclass(frozen=True)
+class Masked:
+    """Sets of replacements with their masks, and the texts that these were made for: what is measured under masks."""
+
+    model: FrozenModel
+    sets: TrainedSets
+    ablations: Mapping[str, Ablation]
+    """Name of a set -> its masks."""
+    masks: Sequence[str]
+    """What the masks are called; a mask's own domain is the one of its name."""
+    groups: Sequence[str]
+    """What the groups of texts are called."""
+    begun: Sequence[Sequence[Sequence[int]]]
+    """The prompts of each group of texts (``UnderMask.prompts``)."""
+
+    def ways(self) -> Iterator[tuple[Key, Splice]]:
+        """Yield all ways of running the model; an empty mask changes nothing and is left out."""
+        for name, members in self.sets.items():
+            plain = Splice(self.model, members, check=False)
+            yield (name, "unmasked", 0), plain
+            which: tuple[Which, ...] = ("masked", "control")
+            for kind, masks in zip(which, (self.ablations[name].masks, self.ablations[name].random), strict=True):
+                for number, mask in enumerate(masks):
+                    if (splice := masked_splice(plain, mask)) is not None:
+                        yield (name, kind, number), splice
+
+    def by_which(self, found: Mapping[Any, V], name: str) -> dict[Which, list[V]]:
+        """Return what was found of a set, in order; of an empty mask what was found with no unit masked.
+
+        Args:
+            found: by way of running the model.
+            name: the set's.
+        """
+        plain, numbers = found[name, "unmasked", 0], range(len(self.masks))
+        masked = [found.get((name, "masked", number), plain) for number in numbers]
+        control = [found.get((name, "control", number), plain) for number in numbers]
+        return {"unmasked": [plain], "masked": masked, "control": control}
+
+
 @runtime_checkable
 class Beside(Protocol):
     """Anything that is measured under masks beside the losses of the texts; ``UnderMask`` says what its methods do."""
@@ -48,15 +87,7 @@ class Beside(Protocol):
     ) -> list[list[list[int]]]:
         """As ``UnderMask.prompts``."""
 
-    def measure(
-        self,
-        model: FrozenModel,
-        sets: TrainedSets,
-        ablations: Mapping[str, Ablation],
-        begun: Sequence[Sequence[Sequence[int]]],
-        groups: Sequence[str],
-        masks: Sequence[str],
-    ) -> dict[str, dict[str, Any]]:
+    def measure(self, masked: Masked) -> dict[str, dict[str, Any]]:
         """As ``UnderMask.measure``."""
 
 
@@ -109,24 +140,8 @@ class UnderMask:
         return [opening_words((texts[n] for n in numbers), model.tokenizer, how, bos) for numbers in measured]
 
     @torch.no_grad()
-    def measure(
-        self,
-        model: FrozenModel,
-        sets: TrainedSets,
-        ablations: Mapping[str, Ablation],
-        begun: Sequence[Sequence[Sequence[int]]],
-        groups: Sequence[str],
-        masks: Sequence[str],
-    ) -> dict[str, dict[str, Any]]:
+    def measure(self, masked: Masked) -> dict[str, dict[str, Any]]:
         """Measure what was asked under each mask of each set.
-
-        Args:
-            model: the frozen base model.
-            sets: name -> what is spliced in together.
-            ablations: name -> its masks.
-            begun: what ``prompts`` returned: the prompts of each group of texts.
-            groups: what the groups of texts are called.
-            masks: what the masks are called; a mask's own domain is the one of its name.
 
         Returns:
             Name -> ``faithfulness``, ``generation`` and ``tasks``, as far as they were asked for.
@@ -134,25 +149,24 @@ class UnderMask:
         Raises:
             MxdError: as ``streamed`` and ``outcomes``.
         """
-        splices = dict(ways(model, sets, ablations))
-        found: dict[str, dict[str, Any]] = {name: {} for name in sets}
+        model, splices = masked.model, dict(masked.ways())
+        found: dict[str, dict[str, Any]] = {name: {} for name in masked.sets}
         if "faithfulness" in self.how.then:
             predictions = self._predictions(model, splices)
-            for name, ablation in ablations.items():
-                found[name]["faithfulness"] = _faithfulness(by_which(predictions, name, len(ablation.masks)))
+            for name, parts in found.items():
+                parts["faithfulness"] = _faithfulness(masked.by_which(predictions, name))
         if "generation" in self.how.then:
-            added = self._continuations(model, splices, [row for rows in begun for row in rows])
-            for name, ablation in ablations.items():
-                written = by_which(added, name, len(ablation.masks))
-                found[name]["generation"] = _generation(model, begun, written, groups, masks)
+            added = self._continuations(model, splices, [row for rows in masked.begun for row in rows])
+            for name, parts in found.items():
+                parts["generation"] = _generation(masked, masked.by_which(added, name))
         if self.tasks is not None and self.how.lm_eval is not None:
             base: dict[Any, Splice | None] = {None: None}
             scored = outcomes(model, base | splices, self.tasks, self.how.lm_eval.metric)
-            domains = by_domain(list(scored[None]), self.groups, masks)
+            domains = by_domain(list(scored[None]), self.groups, masked.masks)
             about = {"version": self.tasks.version, "limit": self.tasks.limit, "metric": self.how.lm_eval.metric}
-            for name, ablation in ablations.items():
-                right = by_which(scored, name, len(ablation.masks))
-                found[name]["tasks"] = about | _tasks(domains, scored[None], right, masks)
+            for name, parts in found.items():
+                right = masked.by_which(scored, name)
+                parts["tasks"] = about | _tasks(domains, scored[None], right, masked.masks)
         return found
 
     def _predictions(self, model: FrozenModel, splices: Mapping[Key, Splice]) -> dict[Key, Prediction]:
@@ -188,38 +202,6 @@ class UnderMask:
         return found
 
 
-def ways(model: FrozenModel, sets: TrainedSets, ablations: Mapping[str, Ablation]) -> Iterator[tuple[Key, Splice]]:
-    """Yield all ways of running the model; an empty mask changes nothing and is left out.
-
-    Args:
-        model: the frozen base model.
-        sets: name -> what is spliced in together.
-        ablations: name -> its masks.
-    """
-    for name, members in sets.items():
-        plain = Splice(model, members, check=False)
-        yield (name, "unmasked", 0), plain
-        which: tuple[Which, ...] = ("masked", "control")
-        for kind, masks in zip(which, (ablations[name].masks, ablations[name].random), strict=True):
-            for number, mask in enumerate(masks):
-                if (splice := masked_splice(plain, mask)) is not None:
-                    yield (name, kind, number), splice
-
-
-def by_which(found: Mapping[Any, V], name: str, masks: int) -> dict[Which, list[V]]:
-    """Return what was found of a set, in order; of an empty mask what was found with no unit masked.
-
-    Args:
-        found: by way of running the model.
-        name: the set's.
-        masks: how many it has.
-    """
-    plain = found[name, "unmasked", 0]
-    masked = [found.get((name, "masked", number), plain) for number in range(masks)]
-    control = [found.get((name, "control", number), plain) for number in range(masks)]
-    return {"unmasked": [plain], "masked": masked, "control": control}
-
-
 def _faithfulness(predictions: Mapping[Which, Sequence[Prediction]]) -> dict[str, Any]:
     """Return the numbers of held-out text: with no unit masked, and for each mask what it adds to the loss."""
     (plain,) = predictions["unmasked"]
@@ -234,27 +216,22 @@ def _faithfulness(predictions: Mapping[Which, Sequence[Prediction]]) -> dict[str
     return found
 
 
-def _generation(
-    model: FrozenModel,
-    begun: Sequence[Sequence[Sequence[int]]],
-    added: Mapping[Which, Sequence[Int[Tensor, "prompts n"]]],
-    groups: Sequence[str],
-    masks: Sequence[str],
-) -> dict[str, Any]:
+def _generation(masked: Masked, added: Mapping[Which, Sequence[Int[Tensor, "prompts n"]]]) -> dict[str, Any]:
     """Return how many tokens each mask leaves as they were, by group of prompts, and the first continuations."""
     (plain,) = added["unmasked"]
+    begun, groups = masked.begun, masked.groups
     group_of = [group for group, rows in enumerate(begun) for _ in rows]
     prompts = [row for rows in begun for row in rows]
     agreed = {kind: [_agreed(plain, rows, group_of, len(begun)) for rows in added[kind]] for kind in added}
     shown = []
-    for mask, rows in zip(masks, added["masked"], strict=True):
+    for mask, rows in zip(masked.masks, added["masked"], strict=True):
         own = groups.index(mask) if mask in groups else len(groups) - 1  # of scores the high ones
-        shown.append(examples(model, prompts, plain, rows, [n for n, g in enumerate(group_of) if g == own]))
+        shown.append(examples(masked.model, prompts, plain, rows, [n for n, g in enumerate(group_of) if g == own]))
     return {
         "new_tokens": plain.shape[1],
         "prompts": [len(rows) for rows in begun],
         "columns": list(groups),
-        **matrices(masks, groups, agreed["masked"], agreed["control"]),
+        **matrices(masked.masks, groups, agreed["masked"], agreed["control"]),
         "repeated": _repeated(plain),
         "repeated_masked": [_repeated(rows) for rows in added["masked"]],
         "repeated_control": [_repeated(rows) for rows in added["control"]],

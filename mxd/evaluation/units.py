@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.directions import described, sampled
 from mxd.evaluation.intervals import Interval, IntervalSamples
-from mxd.evaluation.walk import CodeMoments, codes, evaluating, streamed
+from mxd.evaluation.walk import CodeMoments, check_units, codes, evaluating, streamed
+from mxd.layers import Code
 from mxd.model.frozen import FrozenModel
 from mxd.model.lens import Lens
 from mxd.questions import DEFAULTS, UnitsConfig
@@ -88,59 +89,103 @@ def evaluate_units(
     Raises:
         MxdError: no layers, no text, or units that a layer does not have.
     """
-    for name, trained in layers.items():
-        wrong = [unit for unit in units or () if not 0 <= unit < trained.layer.num_units]
-        if wrong:
-            raise MxdError(f"{name} has units 0 ... {trained.layer.num_units - 1}, got {wrong[0]}.")
-    moments = {name: CodeMoments(trained.layer) for name, trained in layers.items()}
-    loads = {name: torch.zeros(t.layer.num_units) for name, t in layers.items() if t.layer.config.sparsity.simplex}
-    samples = {name: IntervalSamples(t.layer.num_units, how.contexts, how.seed) for name, t in layers.items()}
+    check_units(layers, units)
+    counted = {name: _Counted(trained, how) for name, trained in layers.items()}
     with evaluating(model, layers), TemporaryFile() as file:
-        read = width = 0
-        with progress(f"units of {plural(len(layers), 'layer')}", how.tokens) as advance:
-            for batch in streamed(contexts, how.tokens, forward_contexts):
-                width = batch.shape[1]
-                for name, code, position in codes(model, layers, batch):
-                    moments[name].count(code)
-                    if name in loads:
-                        loads[name] += code.indices[code.activations >= LOAD].cpu().bincount(minlength=len(loads[name]))
-                    samples[name].see(code, read + position // width, position % width)
-                file.write(batch.astype(np.int32).tobytes())
-                read += len(batch)
-                advance(batch.size)
-        file.flush()
-        text = np.memmap(file, np.int32, "r", shape=(read, width))
-        per_batch = forward_contexts or max(1, 1024 // width)
+        text = _read(model, counted, contexts, how.tokens, forward_contexts, file)
+        per_batch = forward_contexts or max(1, 1024 // text.shape[1])
         chosen = {
-            name: contributing(moments[name], how.top, how.shared) if units is None else list(units) for name in layers
+            name: contributing(one.moments, how.top, how.shared) if units is None else list(units)
+            for name, one in counted.items()
         }
-        maxima = {name: {unit: float(moments[name].maxima[unit]) for unit in chosen[name]} for name in layers}
-        part = text[: -(-how.sample // width) if any(chosen.values()) else 0]
+        any_shown = any(chosen.values())
+        part = text[: -(-how.sample // text.shape[1]) if any_shown else 0]
         batches = [np.array(part[i : i + per_batch]) for i in range(0, len(part), per_batch)]
+        maxima = {name: {n: float(counted[name].moments.maxima[n]) for n in chosen[name]} for name in layers}
         directions = sampled(model, layers, maxima, batches)
-        lens, seen = _seen_through(model if any(chosen.values()) else None)
-        adds = {name: described(one, lens, partial(token_strings, model.tokenizer)) for name, one in directions.items()}
+        lens, seen = _seen_through(model if any_shown else None)
         results = {}
-        for name, trained in layers.items():
-            intervals = {unit: samples[name].intervals(unit) for unit in chosen[name]}
-            activations = _activations(model, trained, intervals, text, per_batch)
-            pages = {
-                str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)} | adds[name][unit]
-                for unit in chosen[name]
-            }
-            results[name] = {"block": trained.provenance.block, **firing(moments[name], how.shared), "units": pages}
-            if name in loads:
-                results[name] |= {
-                    "loads": (loads[name] / max(moments[name].tokens, 1)).tolist(),
-                    "loaded": int(loads[name].count_nonzero()),
-                }
-            results[name]["logits"] = seen | {"fixed": directions[name].fixed, "sample": directions[name].tokens}
-            for unit in chosen[name]:
-                pages[str(unit)] |= {
-                    key: results[name][of][unit]
-                    for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))
-                }
+        for name, one in counted.items():
+            logits = seen | {"fixed": directions[name].fixed, "sample": directions[name].tokens}
+            adds = described(directions[name], lens, partial(token_strings, model.tokenizer))
+            results[name] = one.report(model, {n: adds[n] for n in chosen[name]}, logits, text, per_batch)
     return results
+
+
+class _Counted:
+    """What the units of one layer do on the text."""
+
+    def __init__(self, trained: Trained, how: UnitsConfig) -> None:
+        units = trained.layer.num_units
+        self.trained, self.shared = trained, how.shared
+        self.moments = CodeMoments(trained.layer)
+        self.samples = IntervalSamples(units, how.contexts, how.seed)
+        self.loads = torch.zeros(units) if trained.layer.config.sparsity.simplex else None
+
+    def see(self, code: Code, context: Int[np.ndarray, " tokens"], at: Int[np.ndarray, " tokens"]) -> None:
+        """Count some tokens; arguments as ``IntervalSamples.see``."""
+        self.moments.count(code)
+        self.samples.see(code, context, at)
+        if self.loads is not None:
+            self.loads += code.indices[code.activations >= LOAD].cpu().bincount(minlength=len(self.loads))
+
+    def report(
+        self,
+        model: FrozenModel,
+        adds: Mapping[int, Mapping[str, Any]],
+        logits: Mapping[str, Any],
+        text: Int[np.ndarray, "contexts seq"],
+        per_batch: int,
+    ) -> dict[str, Any]:
+        """Return what ``evaluate_units`` does of one layer.
+
+        Args:
+            model: the frozen base model.
+            adds: of the units that are shown, what each adds.
+            logits: how their directions were taken to logits.
+            text: token ids.
+            per_batch: contexts in one forward.
+        """
+        moments = self.moments
+        intervals = {unit: self.samples.intervals(unit) for unit in adds}
+        activations = _activations(model, self.trained, intervals, text, per_batch)
+        found = {"block": self.trained.provenance.block, **firing(moments, self.shared)}
+        found["units"] = {
+            str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)}
+            | added
+            | {key: found[of][unit] for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))}
+            for unit, added in adds.items()
+        }
+        if self.loads is not None:
+            found["loads"] = (self.loads / max(moments.tokens, 1)).tolist()
+            found["loaded"] = int(self.loads.count_nonzero())
+        return found | {"logits": logits}
+
+
+def _read(
+    model: FrozenModel,
+    counted: Mapping[str, _Counted],
+    contexts: Contexts,
+    tokens: int,
+    forward_contexts: int | None,
+    file: IO[bytes],
+) -> Int[np.ndarray, "contexts seq"]:
+    """Count the codes of some layers over a text, and return its token ids, which are kept in a file.
+
+    Arguments as ``evaluate_units``.
+    """
+    read = width = 0
+    layers = {name: one.trained for name, one in counted.items()}
+    with progress(f"units of {plural(len(layers), 'layer')}", tokens) as advance:
+        for batch in streamed(contexts, tokens, forward_contexts):
+            width = batch.shape[1]
+            for name, code, position in codes(model, layers, batch):
+                counted[name].see(code, read + position // width, position % width)
+            file.write(batch.astype(np.int32).tobytes())
+            read += len(batch)
+            advance(batch.size)
+    file.flush()
+    return np.memmap(file, np.int32, "r", shape=(read, width))
 
 
 def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:

@@ -122,6 +122,23 @@ def evaluating(model: FrozenModel, layers: Mapping[Any, Trained]) -> Iterator[No
         yield
 
 
+def check_units(layers: Mapping[str, Trained], units: Sequence[int] | None) -> None:
+    """Check that every layer has some units.
+
+    Args:
+        layers: name -> a layer with its provenance.
+        units: their numbers; ``None``: none are named.
+
+    Raises:
+        MxdError: a layer lacks one.
+    """
+    for name, trained in layers.items():
+        count = trained.layer.num_units
+        wrong = [unit for unit in units or () if not 0 <= unit < count]
+        if wrong:
+            raise MxdError(f"{name} has units 0 ... {count - 1}, got {wrong[0]}.")
+
+
 def reads(
     model: FrozenModel,
     layers: Mapping[K, Trained],

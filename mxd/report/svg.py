@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from mxd.report.markers import VARIANTS, marker
 from mxd.report.parts import Key, Panel
+from mxd.report.source import Node
 
 HEIGHT = 260.0
 MARGIN, TOP, BOTTOM = 44.0, 10.0, 40.0
@@ -184,16 +185,17 @@ def bars(title: str, x: Axis, y: Axis, drawn: Sequence[Line]) -> Panel:
 
 
 def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Point]]]]) -> Panel:
-    """Draw one row for each name, with a dot for each value on a common axis.
+    """Draw one row for each name, with a dot for each value on a common axis, and a bar for its uncertainty.
 
     Args:
         title: of the panel.
         x: the common axis.
-        rows: name and dots of each row.
+        rows: name and dots (``dot``) of each row.
     """
     pitch = ROW + max(20.0, 6.0 * max((len(row) for _, row in rows), default=0) + 10)
     height = pitch * len(rows) + TOP + BOTTOM
-    across = _Span(x, (p.x for _, row in rows for _, p in row), 0.0, 100.0)
+    ends = [v for _, row in rows for _, p in row for v in (p.x, p.low, p.high) if v is not None]
+    across = _Span(x, ends, 0.0, 100.0)
     parts = [_grid_x(x, across, TOP, height - BOTTOM)]
     for number, (name, row) in enumerate(rows):
         top = TOP + pitch * number
@@ -202,12 +204,29 @@ def dots(title: str, x: Axis, rows: Sequence[tuple[str, Sequence[tuple[Key, Poin
         parts.append(Markup('<line class="grid" x1="0" x2="100%" y1="{0}" y2="{0}"/>').format(at))
         parts.append(Markup('<text class="t" y="{}">{}</text>').format(top + ROW - 6, short))
         for i, (key, p) in enumerate(row):
-            if math.isfinite(p.x):
-                said = f"{name}, {key.label}: {x.said(p.x)}"
-                parts.append(_series(key, [_mark(key, across(p.x), at + 6 * (i - (len(row) - 1) / 2), said, p.source)]))
+            if not math.isfinite(p.x):
+                continue
+            y, shapes = at + 6 * (i - (len(row) - 1) / 2), []
+            if p.low is not None and p.high is not None:
+                bar = Markup('<line class="bar" x1="{0}%" x2="{1}%" y1="{2}" y2="{2}"/>')
+                shapes.append(bar.format(across(p.low), across(p.high), y))
+            shapes.append(_mark(key, across(p.x), y, f"{name}, {key.label}: {x.said(p.x)}", p.source))
+            parts.append(_series(key, shapes))
     values = "; ".join(f"{name}: " + ", ".join(f"{key.label} {x.said(p.x)}" for key, p in row) for name, row in rows)
     alt = f"{title}. {x.label}. {values}."
     return Panel(title, _svg(parts, height, alt, " bare"), alt)
+
+
+def dot(value: Node, error: Node | None = None) -> Point:
+    """Return a number as a dot of ``dots``.
+
+    Args:
+        value: the number.
+        error: its standard error; a bar shows it to both sides where it is finite.
+    """
+    x, half = value.number(), math.nan if error is None else error.number()
+    low, high = (x - half, x + half) if math.isfinite(half) else (None, None)
+    return Point(x, 0.0, low, high, value.source)
 
 
 def swatch(key: Key) -> Markup:

@@ -13,7 +13,7 @@ from mxd.metrics.units import NORMALIZED_RANK
 from mxd.report.parts import Figure, Key, Panel, slots
 from mxd.report.replacements import Replacement, Results
 from mxd.report.source import Node
-from mxd.report.svg import Axis, Line, Point, dots, lines
+from mxd.report.svg import Axis, Line, Point, dot, dots, lines
 
 DRAWN = (NMSE, CE_INCREASE, KL)
 """How faithful: a panel for each."""
@@ -225,7 +225,7 @@ def _variants(results: Results) -> Figure | None:
         for replacement, result in here:
             node = result["blocks"][str(layer)][NMSE.key]
             name = replacement.budget if several else replacement.variant
-            rows.append((name, [(key, Point(node.number(), 0.0, source=node.source))]))
+            rows.append((name, [(key, dot(node))]))
         setting = f"K = {k}" if k else "no K"
         panels.append(dots(f"{method}, block {layer}, {setting}", Axis(NMSE.label, low=0.0), rows))
     title = "Variants of one method side by side; further left is more faithful. After figure 19 of the MxD paper."

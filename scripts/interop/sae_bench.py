@@ -1,9 +1,10 @@
-"""SAEBench's core evaluation, and SAELens's, of an autoencoder of mxd: the numbers that mxd gives under their names.
+"""SAEBench's core evaluation and its probes, and SAELens's evaluation, of an autoencoder of mxd: mxd's own numbers.
 
 Both run offline, on one batch of the bundled text, through a TransformerLens bridge around tiny-gpt2. Contexts end in
 a special token, so that the tools' KL, which they take at the last position, too, is where there is a target.
 """
 
+from inspect import unwrap
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,21 @@ from interop.layers import train
 from sae_bench.custom_saes.topk_sae import TopKSAE
 from sae_bench.evals.core.eval_config import CoreEvalConfig
 from sae_bench.evals.core.main import run_evals as run_core
+from sae_bench.evals.sparse_probing.probe_training import train_probe_on_activations
 from sae_lens import evals
 from sae_lens.saes import sae, topk_sae
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import mxd
 from mxd.data.contexts import token_contexts
+from mxd.data.labelled import labelled_texts
 from mxd.data.text import documents
 from mxd.evaluation.faithfulness import evaluate
+from mxd.evaluation.probes import SAEBENCH_K, Units, k_sparse_accuracy
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import TopKConfig
 
-BLOCK, CONTEXTS, K, UNITS = 2, 48, 16, 512
+BLOCK, CONTEXTS, K, UNITS, TEXTS = 2, 48, 16, 512, 100
 HOOK = f"blocks.{BLOCK}.hook_mlp_out"
 OF_VARIANCE = ("explained_variance", "explained_variance_legacy")
 
@@ -75,6 +79,39 @@ def peer(work: Path) -> None:
     around, full = (theirs["model_performance_preservation"]["ce_loss_with_sae"] for theirs in (lens, core))
     differ = torch.tensor(abs(around - full) > 1e-5)
     check(work, "SAELens keeps the base model at special tokens, SAEBench does not", differ, torch.tensor(True))
+    probes(work, model, layer)
+
+
+def probes(work: Path, model: mxd.FrozenModel, layer: mxd.ReplacementLayer) -> None:
+    """Compare the accuracy of SAEBench's sparse probes with mxd's, on the same mean pre-activations.
+
+    SAEBench draws the texts of the other classes; of two classes with as many texts it takes all.
+    """
+    labelled = labelled_texts("factbook")
+    of_class = {label: [n for n, one in enumerate(labelled.labels) if one == label] for label in labelled.classes[:2]}
+    chosen = [n for numbers in of_class.values() for n in numbers[:TEXTS]]
+    pooled = torch.stack([mean_output(model, labelled.texts[n][:300]) for n in chosen])
+    train = np.tile(np.arange(TEXTS) < 0.8 * TEXTS, len(of_class))
+    units = Units(pooled, layer.gates)
+    columns = torch.from_numpy(units.columns(torch.arange(layer.num_units))).float()
+    labels = np.array([labelled.labels[n] for n in chosen])
+    sides = [
+        {label: columns[torch.from_numpy(side & (labels == label))] for label in of_class} for side in (train, ~train)
+    ]
+    trained = unwrap(train_probe_on_activations)  # its types take the texts of one class and of two to be as many
+    for k in SAEBENCH_K:
+        _, theirs = trained(*sides, select_top_k=k)
+        for label, accuracy in theirs.items():
+            ours = k_sparse_accuracy(units, labels == label, train, seed=0)[str(k)]
+            same(work, f"SAEBench: probe of {k} units, {label}", accuracy, ours)
+
+
+@torch.no_grad()
+def mean_output(model: mxd.FrozenModel, text: str) -> torch.Tensor:
+    """Return the mean of the MLP's outputs over a text's tokens but BOS."""
+    ids = [model.tokenizer.bos_token_id, *model.tokenizer(text)["input_ids"]]
+    _, y = model.record(torch.tensor([ids]), [BLOCK])[BLOCK]
+    return y[0, 1:].mean(0)
 
 
 def everything(config: type) -> object:

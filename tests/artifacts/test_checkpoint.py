@@ -17,6 +17,7 @@ from variants import GENERAL
 
 from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
 from mxd.artifacts.folders import UnhashedWarning, find_layers
+from mxd.artifacts.listing import layers_in
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError
@@ -374,6 +375,11 @@ def test_find_layers(tmp_path):
     for nothing in (tmp_path, tmp_path / "none", tmp_path / "run" / "state", a / "README.md"):
         with pytest.raises(MxdError, match="no checkpoint at"):
             find_layers(nothing)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_one_message(tmp_path):
+    with pytest.raises(MxdError, match=r"^cannot read 'it': File name too long\.$"):
+        layers_in(tmp_path / ("x" * 5000), "*", "it")
 
 
 def test_what_a_killed_save_left_is_not_a_layer(saved):

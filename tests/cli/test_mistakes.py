@@ -76,7 +76,7 @@ train c.yaml --groups 0 | cannot make 0 groups; choose one of 1
 plan c.yaml --processes 0 | Must be >= 1
 steer done --scale nan | scale: expected a finite number, got 'nan'
 steer done --units 0- | --units is '0-'; expected numbers and ranges such as 3,17,40-49
-steer done --units 700 | has units 0 ... 639; got 700
+steer done --units 700 | has units 0 ... 639, got 700
 rewrite done --direction up | direction: expected probe, token:WORD or unit:NUMBER, got 'up'
 # files
 train nowhere.yaml | cannot read config 'nowhere.yaml': No such file

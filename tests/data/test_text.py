@@ -9,7 +9,7 @@ from runs import small
 from mxd.common.errors import MxdError
 from mxd.common.progress import say_once
 from mxd.data import spool
-from mxd.data.cutting import PIECE, pieces
+from mxd.data.cutting import PIECE, cut_out, pieces
 from mxd.data.spool import Documents
 from mxd.data.text import _hash_split, documents
 from mxd.training.source import text_contexts
@@ -51,6 +51,23 @@ def test_pieces_are_the_text_cut_at_paragraphs():
     for mark in ("\n", " ", "x"):  # without paragraphs: lines, words, anything
         text = ("word" * 100 + mark) * 40
         assert "".join(pieces(text)) == text and all(p.endswith(mark) for p in list(pieces(text))[:-1] if mark != "x")
+
+
+def test_a_piece_ends_at_the_last_blank_line_of_its_second_half_else_at_a_line():
+    blank, line, rest = "\n\n", "\n", "x" * 3000
+    two = "a" * 1098 + blank + "b" * 198 + blank + "c" * 598 + line + "d" * 50 + " " + rest
+    early = "a" * 500 + blank + "b" * 899 + line + rest
+    windows = "a" * 1200 + "\r\n\r\n" + "b" * 300 + "\r\n" + rest
+    assert [len(next(pieces(text))) for text in (two, early, windows)] == [1300, 1402, 1204]
+
+
+def test_so_many_per_cent_of_the_pieces_are_held_out_and_as_many_for_tests():
+    with pytest.raises(ValueError, match="2 different pieces"):
+        list(cut_out(lambda: ["one", "two", "one"], "train", 5))
+    texts = [f"piece {n}" for n in range(100)] * 2
+    found = {split: list(cut_out(lambda: texts, split, 5)) for split in SPLITS}
+    assert {split: len(set(kept)) for split, kept in found.items()} == {"train": 90, "validation": 5, "test": 5}
+    assert sorted(text for kept in found.values() for text in kept) == sorted(texts)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".jsonl"])
@@ -134,6 +151,7 @@ def test_chats_go_through_the_chat_template(tmp_path, chatty):
         ([], r"expected a text or a chat, a list of .*got \[\]"),
         ([{"from": "user", "value": "Hi"}], "line 1: expected a text or a chat.*'from'"),
         ([{"role": "user", "content": None}], "line 1: expected a text or a chat"),
+        ([{"role": "user", "words": "Hi" * 200}], r"got .{200} \.\.\.\.$"),
         ({"role": "user", "content": "Hi"}, "line 1: expected a text or a chat"),
     ],
 )

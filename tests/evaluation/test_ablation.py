@@ -352,6 +352,30 @@ def test_a_control_is_drawn_evenly_from_all_active_coefficients(trained_gpt2):
 
 
 @torch.no_grad()
+def test_a_control_depends_on_its_unit_the_text_and_the_seed_and_not_on_other_units(trained_gpt2):
+    """Neurons, so that all units have as many coefficients, of one text read twice, from which as many are dropped."""
+    model, layer = trained_gpt2, neurons(trained_gpt2)
+    rows = [drawn_of(model).rows[0]] * 2
+
+    def controls(units, seed):
+        batch, dropping = padded(rows, [0, 1]), Dropping(model, trained_on(model, 1, layer), units, seed)
+        activity = dropping.activity([batch])
+        even = replace(activity, controls=np.full_like(activity.controls, 5))
+        found = {}
+        for at, kinds, places, dropped in dropping.at(batch).drops(even, 8):
+            for row, kind, place, mask in zip(at, kinds, places, dropped, strict=True):
+                if kind == 1:
+                    found[units[place], row] = tuple(mask.flatten().nonzero().flatten().tolist())
+        return activity.controls.T.tolist(), found
+
+    (four, seven), both = controls([4, 7], 3)
+    ((alone,), of_seven), ((other,), of_other) = controls([7], 3), controls([7], 4)
+    assert four != seven == alone != other
+    assert len(set(both.values())) == 4 and all(len(mask) == 5 for mask in both.values())
+    assert of_seven.items() <= both.items() and not set(of_other.values()) & set(both.values())
+
+
+@torch.no_grad()
 def test_what_is_dropped_changes_that_texts_output_and_no_other(trained_gpt2):
     model, drawn, layer = trained_gpt2, drawn_of(trained_gpt2), layer_for(trained_gpt2, 1)
     batch = padded(drawn.rows, drawn.measuring[:4])

@@ -107,6 +107,15 @@ def test_one_half_explains_and_the_other_gives_texts_with_and_without_the_unit(t
     }.items()
 
 
+def test_units_are_chosen_on_the_half_that_explains(trained_gpt2):
+    layer, rows = trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1)), rows_of(trained_gpt2, 12, 16)
+
+    def chosen(rows):
+        return explaining._chosen(trained_gpt2, "a", layer, rows, ExplainingConfig(top=5, shared=0.9), None)
+
+    assert chosen(rows) == chosen(np.concatenate([rows[:6]] * 2)) != chosen(rows[::-1])
+
+
 def test_the_seed_draws_the_texts_without_the_unit_for_each_layer_anew_and_reaches_the_judges(
     trained_gpt2, monkeypatch
 ):

@@ -87,7 +87,7 @@ def test_scores_go_into_the_evaluations_file(trained_gpt2, stand_in, tmp_path, c
     save_layer(tmp_path / "run" / "mine", layer, Provenance(**known, data=data))
     words = [str(tmp_path / "run"), "--tokens", "64", "--device", "cpu"]
     assert _mxd(*words, "--lm-eval-limit", "3") == 1
-    assert "need --lm-eval" in capsys.readouterr().err
+    assert "--lm-eval-limit is given without tasks; add --lm-eval TASKS." in capsys.readouterr().err
     assert _mxd(*words, "--lm-eval", "arc_easy,arc_hard", "--lm-eval-limit", "3") == 0
     printed = capsys.readouterr().out
     assert "arc_hard" in printed and "at most 3 documents" in printed

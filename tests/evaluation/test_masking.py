@@ -16,7 +16,7 @@ from mxd.evaluation import masks, purging
 from mxd.evaluation.correlation import Correlations
 from mxd.evaluation.masking import belonging, evaluate_masking
 from mxd.evaluation.masks import control_masks, halves
-from mxd.evaluation.purging import _leading, _token_scores, evaluate_purging
+from mxd.evaluation.purging import _leading, _split, _token_scores, evaluate_purging
 from mxd.evaluation.scatter import Scatter
 from mxd.layers import Code
 from mxd.questions import MaskingConfig, PurgingConfig, checked
@@ -375,10 +375,21 @@ def test_tokens_may_have_scores_of_their_own(gpt2):
         first = got["leading"][0]
         assert first["correlation"] == pytest.approx(expected, abs=1e-5)
         assert (first["tokens"], first["active"]) == (len(rows), (rows[:, first["unit"]] > 0).sum())
+        assert {score for score, _ in first["points"]} == {0, 1}
+        for score, value in first["points"]:
+            assert np.isclose(rows[scores == score, first["unit"]], value, rtol=1e-3, atol=1e-6).any()
     other = evaluate_purging(gpt2, sets, MANY, groups.tolist(), PurgingConfig(thresholds=(0.3,)))["a"]
     assert other["leading"][0]["correlation"] != pytest.approx(expected, abs=1e-3)
     with pytest.raises(MxdError, match=r"text \d+ has 3 scores for \d+ tokens; give it one number, or one for each"):
         evaluate_purging(gpt2, sets, MANY, [[0.0, 1.0, float(n)] for n in range(len(MANY))])
+
+
+def test_texts_are_divided_at_the_mean_score(tokenizer):
+    scores = [9.0 if n % 6 == 0 else 3.0 for n in range(len(MANY))]
+    split = _split(tokenizer, MANY, scores, PurgingConfig(), 128, True)
+    assert (split.mean, split.groups) == (4.0, ["scores up to 4", "scores above 4"])
+    assert split.text.groups == [int(score == 9) for score in scores] and split.text.measured == [30, 6]
+    assert {n: set(each) for n, each in split.of_tokens.items()} == {n: {scores[n]} for n in split.text.choosing}
 
 
 def test_the_leading_units_are_the_ten_that_correlate_most_of_all_layers():
@@ -478,8 +489,8 @@ class Noting:
         self.bos.append(bos)
         return []
 
-    def measure(self, model, sets, ablations, begun, groups, masks):
-        return {name: {} for name in sets}
+    def measure(self, masked):
+        return {name: {} for name in masked.sets}
 
 
 def test_bos_the_context_and_the_seed_reach_the_texts_and_all_that_is_drawn(gpt2, monkeypatch):

@@ -16,12 +16,12 @@ from mxd.data.contexts import special_ids
 from mxd.data.grouped import grouped_texts
 from mxd.evaluation import rewrite
 from mxd.evaluation.fairness import Cells
-from mxd.evaluation.rewrite import chosen_edits, evaluate_rewrite, sign_of
+from mxd.evaluation.rewrite import CONTROLS, GAINS, chosen_edits, evaluate_rewrite, sign_of
 from mxd.evaluation.rewriting import BLIND, Gate, Rewriting, direction_of
 from mxd.evaluation.splitting import Split, split_texts
 from mxd.evaluation.walk import evaluating
 from mxd.layers import Code
-from mxd.metrics.rewritten import SEPARATION
+from mxd.metrics.rewritten import REWRITE, SEPARATION
 from mxd.questions import RewriteConfig, changed, checked
 from mxd.splice import spliced
 
@@ -120,6 +120,34 @@ def test_blind_moves_all_and_is_chosen_as_little_as_is_good_for_it(found):
     blind = found["ways"]["blind"]
     assert (blind["strengths"], blind["rewrite_score"]) == ([0], 0), "no strength of it does any good"
     assert found["separation"]["random"]["auc"] < 0.6, "units of other texts do not find the target"
+
+
+def test_a_gain_is_what_its_title_says_and_random_texts_are_those_of_the_same_way():
+    gains = {metric.key: metric.title for metric in REWRITE if metric.key in GAINS}
+    assert list(gains) == list(GAINS)
+    for key, (way, other) in GAINS.items():
+        assert other in (BLIND, CONTROLS[way])
+        assert gains[key] == f"by {way} - {other if other == BLIND else 'random'}"
+
+
+def test_gates_of_random_texts_are_made_of_their_own_codes_and_those_of_all_others(trained_gpt2):
+    class Fitted(Rewriting):
+        def __init__(self):
+            self.simplex, self.gates = False, {}
+
+        def fit(self, numbers, probed, members, advance):
+            made = torch.rand(len(members), 5, generator=torch.Generator().manual_seed(0))
+            self.means = dict(zip(members, made, strict=True))
+            return self.means
+
+    rewriting, split = Fitted(), split_texts(trained_gpt2, TEXTS, LABELS, GROUPS, HOW, 128, True)
+    rewrite._fit(rewriting, split, changed(HOW, draws=2), lambda n: None)
+    means = rewriting.means
+    for ways, name in ((("expert", "contrast"), "target"), (("random 0", "random_contrast 0"), "0")):
+        by_mean, by_contrast = (rewriting.gates[way] for way in ways)
+        assert torch.equal(by_mean.weight, Gate.by_mean(means[f"{name}+"], False).weight)
+        assert torch.equal(by_contrast.weight, Gate.by_contrast(means[f"{name}+"], means[f"{name}-"]).weight)
+    assert list(rewriting.gates)[4:] == ["random 1", "random_contrast 1"]
 
 
 def test_what_is_chosen_depends_on_no_measured_text_and_is_the_best_of_what_was_tried(

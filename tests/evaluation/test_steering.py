@@ -411,7 +411,7 @@ def test_mistakes_are_refused_with_a_remedy(gpt2, build_model):
         with pytest.raises(MxdError, match=message):
             checked(SteeringConfig, **options)
     for units, options, message in (
-        ([24], {}, r"a has units 0 \.\.\. 23; got 24"),
+        ([24], {}, r"a has units 0 \.\.\. 23, got 24"),
         ([-1], {}, "got -1"),
         ([], {}, "no units to steer with"),
         (None, {"tokens": 80}, r"and 80 new ones do not fit into the 64 positions.*lower --tokens"),
@@ -469,7 +469,7 @@ def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint,
         (("--rubric", "mine"), "rubric: expected paraphrase or paper, got 'mine'"),
         (("--units", "0-99999999999"), "expected 100,000 numbers at most"),
         (("--units", "3-x"), "--units is '3-x'; expected numbers and ranges such as 3,17,40-49"),
-        (("--units", "99"), "has units 0 ... 23; got 99"),
+        (("--units", "99"), "has units 0 ... 23, got 99"),
     ):
         code, _, err = mxd(capsys, "steer", checkpoint, "--device", "cpu", *words)
         assert code == 1 and message in err

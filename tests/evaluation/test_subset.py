@@ -67,6 +67,8 @@ def test_a_share_is_rounded_up_and_of_the_active_units_alone():
         assert order.kept(share).tolist() == counts
         assert order.first(share).sum(-1).tolist() == counts
     assert order.first(0.5).tolist() == [[False, True, False, True], [False, False, True, False]]
+    hundred = ranking(torch.arange(1.0, 101.0))
+    assert [int(hundred.kept(share)) for share in (0.07, 0.07005)] == [7, 8], "0.07 times 100 is a little above 7"
 
 
 def test_random_scores_order_the_active_units_alone():

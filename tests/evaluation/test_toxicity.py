@@ -15,7 +15,7 @@ from mxd.common.errors import MxdError
 from mxd.evaluation.generation import greedy
 from mxd.evaluation.masks import Ablation, Texts
 from mxd.evaluation.toxicity import Toxicity, check, drawn_prompts, mean_score, summary
-from mxd.evaluation.under_mask import UnderMask
+from mxd.evaluation.under_mask import Masked, UnderMask
 from mxd.questions import ToxicityConfig, UnderMaskConfig
 from mxd.report.page import write_report
 from mxd.splice import spliced
@@ -107,7 +107,8 @@ def test_every_way_is_scored_and_agrees_with_sampling_written_out(gpt2):
     sets = {"mine": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     under = UnderMask(UnderMaskConfig(), contexts_of([]), None, None)
     ablations = {"mine": Ablation(MASKS, RANDOM, [], [], [], [])}
-    got = Toxicity(HOW, ByLength(), begun, toxic, under).measure(gpt2, sets, ablations, [], [], ["0.2", "0.1"])["mine"]
+    masked = Masked(gpt2, sets, ablations, ["0.2", "0.1"], [], [])
+    got = Toxicity(HOW, ByLength(), begun, toxic, under).measure(masked)["mine"]
     assert set(got) == {"toxicity"}
     got = got["toxicity"]
 
@@ -180,7 +181,7 @@ def test_the_command_and_the_page(trained_gpt2, tmp_path, capsys):
         ([], "give --scorer URL with --scorer-model NAME, or --scorer-local MODEL, or --scorer-words FILE"),
         (["--scorer-words", words, "--scorer-local", "x"], "give --scorer URL"),
         (["--scorer-words", words, "--scorer-label", "x"], "--scorer-label names a class of --scorer-local"),
-        (["--scorer-words", words, "--lm-eval-limit", 3], "need --lm-eval TASKS"),
+        (["--scorer-words", words, "--lm-eval-limit", 3], "add --lm-eval TASKS"),
         (["--scorer-words", tmp_path / "none"], "cannot read words"),
     ):
         code, _, err = mxd(capsys, *asked, *wrong)

@@ -17,7 +17,7 @@ from mxd.evaluation.generation import greedy
 from mxd.evaluation.harness import find_tasks
 from mxd.evaluation.masks import Ablation, Texts, matrices
 from mxd.evaluation.task_domains import accuracy, by_domain, difference, read_groups
-from mxd.evaluation.under_mask import UnderMask
+from mxd.evaluation.under_mask import Masked, UnderMask
 from mxd.questions import TasksConfig, UnderMaskConfig
 from mxd.report.page import write_report
 from mxd.report.run import read_run
@@ -88,7 +88,7 @@ def measured(gpt2, how, contexts=None, tasks=None, masks=DOMAINS):
     sets = {"mine": {1: trained_on(gpt2, 1, layer_for(gpt2, 1))}}
     ablations = {"mine": Ablation(MASKS, RANDOM, [], [], [], [])}
     asked = UnderMask(how, contexts or contexts_of([]), tasks, None)
-    return sets, asked.measure(gpt2, sets, ablations, PROMPTS, DOMAINS, masks)["mine"]
+    return sets, asked.measure(Masked(gpt2, sets, ablations, masks, DOMAINS, PROMPTS))["mine"]
 
 
 def ways(gpt2, sets, run):
@@ -140,7 +140,9 @@ def test_continuations_under_each_mask(gpt2):
     assert [len(each) for each in found["examples"]] == [2, 1], "the prompts of the masked domain"
     first = found["examples"][0][0]
     assert first["prompt"] == PROMPTS[0][0] and first["base"] == plain[0].tolist()
-    assert first["spliced"] == masked[0][0].tolist() and len(first["spliced_tokens"]) == 12
+    assert first["spliced"] == masked[0][0].tolist() != first["base"]
+    for which in ("base", "spliced"):
+        assert first[f"{which}_tokens"] == [gpt2.tokenizer.decode([token]) for token in first[which]]
     assert found["repeated_masked"][1] == found["repeated"]
     for key, expected in (("repeated_masked", masked), ("repeated_control", control)):
         assert found[key] == [np.mean([repeated_share(row.tolist()) for row in rows]) for rows in expected]
@@ -212,7 +214,7 @@ def test_the_command_asks_all_of_it_and_the_page_shows_it(trained_gpt2, stand_in
     also = ["--then", "faithfulness", "--then", "generation", "--tokens", 64, "--prompts", 2, "--new-tokens", 8]
     tasks = ["--lm-eval", "arc_*", "--lm-eval-groups", groups]
     code, out, err = mxd(capsys, *words, *tasks[2:])
-    assert code == 1 and "need --lm-eval TASKS" in err
+    assert code == 1 and "--lm-eval-groups is given without tasks; add --lm-eval TASKS" in err
     code, out, err = mxd(capsys, *words, *also, *tasks)
     assert code == 0, err
     assert "what is left under each mask" in out and "change of the accuracy" in out and "as without the mask" in out

@@ -287,6 +287,7 @@ def masked(rng: Any, name: str, n: int) -> dict[str, Any]:
     matrix = [[0.5, -0.01], [float("nan"), 0.25]]
     means = {"target": 0.375, "others": -0.01, "control_target": 0.125, "control_others": 0.0625}
     found = {"domains": DOMAINS, "units": {"sport": 3, "law": 0}, "matrix": matrix, "control": [[0.125, 0.0625]] * 2}
+    found |= {"matrix_se": [[0.0625, 0.25], [0.5, float("inf")]], "control_se": [[0.125] * 2] * 2}
     matrices = {"columns": DOMAINS, "matrix": [[-0.25, 0.0], [0.125, -0.5]], "control": [[-0.125, 0.0]] * 2}
     tasks = {"documents": [40, 80], "metric": f"acc {EVIL}", "mean": [0.5, 0.625], "control_mean": [0.75, 0.75]}
     repeated = {"repeated": 0.25, "repeated_masked": [0.375, 0.25]}

@@ -397,7 +397,10 @@ def test_judges_have_a_point_for_each_method_a_table_each_and_their_agreement(ru
 
 
 def test_explanations_are_shown_with_what_they_are_worth_beyond_another_units(run):
-    table, *said = explaining.section(read_run(run)).parts
+    figure, table, *said = explaining.section(read_run(run)).parts
+    panel, *_ = figure.panels  # one for each layer
+    assert "the unit's explanation 0.5, another unit's 0.375." in panel.alt
+    assert panel.drawing.count('class="bar"') == 2, "both have a standard error"
     assert [column.title for column in table.columns][2:6] == ["units", "beyond it", "score", "score, other unit"]
     assert [cell.text for cell in table.rows[0][2:]] == [
         *("2", "+0.125", "+0.500 ± 0.250", "+0.375 ± 0.250"),

@@ -4,6 +4,7 @@ import pytest
 from full_run import evaluated, layer, replaced_whole
 
 from mxd.common.files import write_json
+from mxd.layers.sparsity import AlwaysConfig
 from mxd.report.markdown import as_markdown
 from mxd.report.page import build_sections
 from mxd.report.run import Run, read_run
@@ -69,6 +70,15 @@ def test_where_routing_is_near_0_it_is_called_a_dense_mlp_in_disguise():
     texts, _ = answers(run(several))
     assert texts[2].startswith("In the most faithful (MxD (x), k8, block 1) routing adds 0.70 of")
     assert texts[2].endswith("; 2 of the 3 are dense MLPs in disguise (MxD (y), k8, block 1; MxD (z), k8, block 1).")
+
+
+def test_the_least_comes_first_whatever_its_k_and_what_chooses_nothing_does_not_decompose():
+    texts, _ = answers(run({"r/a": splice(0.5), "r/b": splice(0.125, k=32)}))
+    assert " from +0.1250 ± 0.0010 (MxD (r), k32, block 1) to +0.5000 ± 0.0010 (MxD (r), k8, block 1) nats" in texts[1]
+    floor = splice(0.0625, routed_share=0.0)
+    floor["replacements"][0] |= {"method": "Linear", "sparsity": AlwaysConfig().slug}
+    texts, _ = answers(run({"linear": floor, "r/a": splice(0.125)}))
+    assert "from +0.0625 ± 0.0010 (Linear" in texts[1] and texts[2].startswith("Routing adds 0.70 of")
 
 
 def test_layers_together_come_first_and_their_routing_is_the_mean_over_blocks():

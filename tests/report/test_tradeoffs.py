@@ -17,6 +17,7 @@ from mxd.report.markers import OUTLINES, marker
 from mxd.report.parts import Key, slots
 from mxd.report.run import read_run
 from mxd.report.sections import faithfulness
+from mxd.report.source import Node
 
 STYLE = (Path(svg.__file__).parent / "templates" / "style.css").read_text()
 LIGHT, DARK = (re.findall(r"--s\d+: (#[0-9a-f]{6})", part) for part in STYLE.split("@media", 2)[:2])
@@ -202,3 +203,16 @@ def test_bars_stand_on_zero_side_by_side_and_hang_below_it():
     drawn = svg.bars("t", svg.Axis("block"), svg.Axis("y"), [svg.Line(keys[0], high)]).drawing
     heights = [float(height) for height in re.findall(r'<rect .*? height="(.*?)"/>', drawn)]
     assert heights[0] == pytest.approx(7 / 8 * heights[1], abs=0.2)
+
+
+def test_a_dot_has_a_bar_of_one_standard_error_to_both_sides_where_there_is_one():
+    key, numbers = Key("a", 0, "o"), Node({"x": [2.0, 4.0, 3.0], "se": [1.0, math.inf, None]}, "f.json")
+    drawn = [(key, svg.dot(numbers["x"][i], numbers.follow(f"se.{i}"))) for i in range(3)]
+    panel = svg.dots("t", svg.Axis("x", low=0.0, high=4.0), [("row", drawn)])
+    bars = re.findall(r'class="bar" x1="([\d.]+)%" x2="([\d.]+)%" y1="([\d.]+)" y2="([\d.]+)"', panel.drawing)
+    assert [(float(a), float(b)) for a, b, *_ in bars] == [(25.0, 75.0)] and bars[0][2] == bars[0][3]
+    marks = re.findall(r'<svg x="([\d.]+)%" y="([\d.]+)">', panel.drawing)
+    assert [float(x) for x, _ in marks] == [50.0, 100.0, 75.0] and marks[0][1] == bars[0][2]
+    wide = svg.dots("t", svg.Axis("x"), [("row", drawn[:1])])
+    (ends,) = re.findall(r'class="bar" x1="([\d.]+)%" x2="([\d.]+)%"', wide.drawing)
+    assert tuple(map(float, ends)) == (0.0, 100.0), "the axis holds the bar"

@@ -1,10 +1,11 @@
 """What the model itself says its units mean, and whether a judge can use that."""
 
-from mxd.metrics.judged import EXPLAINING
-from mxd.report.parts import Cell, Column, Part, Samples, Section, Table, column, number, with_error
+from mxd.metrics.judged import EXPLAINED, EXPLAINED_BY_OTHER, EXPLAINING
+from mxd.report.parts import Cell, Column, Figure, Part, Samples, Section, Table, column, number, slots, with_error
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run
 from mxd.report.source import Node
+from mxd.report.svg import Axis, dot, dots
 
 UNITS = 12
 """Units of a replacement whose explanations are shown."""
@@ -20,10 +21,34 @@ def section(run: Run) -> Section | None:
         "judge is given the answer and two held-out texts, and says on which the unit fires; and again with the answer "
         "about another unit, whose score is to be exceeded. After Monet, section 4, which has no number for it."
     )
-    parts: list[Part] = [_table(results)] if any(_judges(result) for _, result in results) else []
+    judged = [(replacement, result) for replacement, result in results if _judges(result)]
+    parts: list[Part] = [_figure(usual(judged)), _table(results)] if judged else []
     for replacement, result in usual(results):
         parts += [_said(replacement, unit, one) for unit, one in list(result["units"].items())[:UNITS]]
     return Section("explaining", "Self-explained units", lead, parts)
+
+
+def _figure(results: Results) -> Figure:
+    """Draw each judge's score beside that with another unit's explanation."""
+    keys = slots(["the unit's explanation", "another unit's"])
+    panels = []
+    for replacement, result in results:
+        rows = []
+        for judge, one in _judges(result).items():
+            found = [
+                (key, *(one.follow(path.removeprefix("judges.*.")) for path in (metric.key, metric.error)))
+                for key, metric in zip(keys.values(), (EXPLAINED, EXPLAINED_BY_OTHER), strict=True)
+            ]
+            rows.append(
+                (judge, [(key, dot(node, error)) for key, node, error in found if node and node.value is not None])
+            )
+        panels.append(dots(replacement.label, Axis(f"{EXPLAINED.label} (0: chance)"), rows))
+    caption = (
+        "How often a judge names the text on which a unit fires. Explanations are worth what the first is to the right "
+        "of the second; where both are far from 0, the texts stand out by themselves. Bars are standard errors over "
+        "units."
+    )
+    return Figure(caption, panels, list(keys.values()))
 
 
 def _table(results: Results) -> Table:

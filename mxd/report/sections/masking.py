@@ -25,7 +25,7 @@ from mxd.report.parts import (
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run
 from mxd.report.source import Node
-from mxd.report.svg import Axis, Line, Point, dots, lines
+from mxd.report.svg import Axis, Line, Point, dot, dots, lines
 
 SCATTERED = 3
 """Units of a splice whose activations are drawn against the score."""
@@ -91,15 +91,18 @@ def own_and_others(title: str, masks: Sequence[str], columns: Sequence[str], fou
     keys = slots(["own domain", "mean of the others", "own domain, random units"])
     rows = []
     for i, mask in enumerate(masks):
-        row, random = found["matrix"][i], found["control"][i].numbers()
+        row = found["matrix"][i]
         own = [j for j, column in enumerate(columns) if column == mask]
         others = [value for column, value in zip(columns, row.numbers(), strict=False) if column != mask]
-        values = [row.numbers()[j] for j in own], [float(np.mean(others))] if others else [], [random[j] for j in own]
-        drawn = zip(keys.values(), values, strict=True)
-        rows.append((mask, [(key, Point(value, 0.0, source=row.source)) for key, at in drawn for value in at]))
+        dots_of = [
+            [dot(row[j], found.follow(f"matrix_se.{i}.{j}")) for j in own],
+            [Point(float(np.mean(others)), 0.0, source=row.source)] if others else [],
+            [dot(found["control"][i][j], found.follow(f"control_se.{i}.{j}")) for j in own],
+        ]
+        rows.append((mask, [(key, each) for key, at in zip(keys.values(), dots_of, strict=True) for each in at]))
     caption = (
         "One row for each mask. Specialised units: the own domain far from zero, the others near it, and the same "
-        "number of random units near it, too."
+        "number of random units near it, too. Bars are standard errors."
     )
     return Figure(caption, [dots(title, Axis(axis), rows)], list(keys.values()))
 

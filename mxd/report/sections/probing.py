@@ -23,7 +23,7 @@ from mxd.report.parts import (
 from mxd.report.replacements import Results, usual
 from mxd.report.run import Run
 from mxd.report.source import Node
-from mxd.report.svg import Axis, Line, Point, dots, lines
+from mxd.report.svg import Axis, Line, Point, dot, dots, lines
 
 DENSITIES = 3
 """Classes of a set whose densities are drawn."""
@@ -71,7 +71,7 @@ def _figure(name: str, results: Results) -> Figure:
     rows = []
     for label in _labels(results):
         known = [(keys[r.line], probed["classes"].get(label)) for r, probed in results]
-        points = [(key, Point(probe["f1"].number(), 0.0, source=probe["f1"].source)) for key, probe in known if probe]
+        points = [(key, dot(probe["f1"])) for key, probe in known if probe]
         rows.append((label, points))
     level = results[0][1]["level"].text()
     caption = (

@@ -18,7 +18,7 @@ from mxd.report.parts import (
 from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run
 from mxd.report.source import Node
-from mxd.report.svg import Axis, Line, Point, dots, lines
+from mxd.report.svg import Axis, Line, Point, dot, dots, lines
 
 LOOKS = {
     "plain": ("grey", "o", 0),
@@ -75,16 +75,19 @@ def _cells(results: Results) -> Figure:
     for replacement, result in results:
         rows = []
         for number_of, name in enumerate(_names(result)):
-            at = [(keys[way], result["ways"][way][CELL_ACCURACY.key][number_of]) for way in shown]
             marked = f"» {name}" if number_of == _target(result) else name
-            rows.append((marked, [(key, Point(node.number(), 0.0, source=node.source)) for key, node in at]))
+            rows.append((marked, [(keys[way], _accuracy(result["ways"][way], number_of)) for way in shown]))
         panels.append(dots(replacement.label, Axis(CELL_ACCURACY.label, percent=True), rows))
     caption = (
         "Accuracy on each cell, a group's texts of one label; the target is marked (»). Good rewriting moves the "
-        "target to the right and no other cell. Standard errors stand in the tables: a cell of few texts moves by "
-        "chance. After figure 25 of the muMoE paper."
+        "target to the right and no other cell. Bars are standard errors: a cell of few texts moves by chance. "
+        "After figure 25 of the muMoE paper."
     )
     return Figure(caption, panels, [keys[way] for way in shown])
+
+
+def _accuracy(way: Node, cell: int) -> Point:
+    return dot(way[CELL_ACCURACY.key][cell], way.follow(f"{CELL_ACCURACY.error}.{cell}"))
 
 
 def _gains(results: Results) -> Table:

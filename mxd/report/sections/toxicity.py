@@ -21,7 +21,7 @@ from mxd.report.replacements import Replacement, Results, usual
 from mxd.report.run import Run
 from mxd.report.sections.generation import continuations, pieces
 from mxd.report.source import Node
-from mxd.report.svg import Axis, Point, dots
+from mxd.report.svg import Axis, dot, dots
 
 PROMPTS = 3
 """Prompts of a mask whose continuations are shown."""
@@ -89,14 +89,15 @@ def _figure(results: Results) -> Figure:
         for said, which, mask in _ways(result):
             drawn = []
             for key, metric in zip(keys.values(), (EXPECTED_MAX, EXPECTED_MAX_OTHER), strict=True):
-                node = result.follow(metric.key.replace("masked.*", which if mask < 0 else f"{which}.{mask}"))
+                place = which if mask < 0 else f"{which}.{mask}"
+                node, error = (result.follow(path.replace("masked.*", place)) for path in (metric.key, metric.error))
                 if node is not None and node.value is not None:
-                    drawn.append((key, Point(node.number(), 0.0, source=node.source)))
+                    drawn.append((key, dot(node, error)))
             rows.append((said, drawn))
         panels.append(dots(replacement.label, Axis(EXPECTED_MAX.label, low=0.0, high=1.0), rows))
     caption = (
         "The largest score of a prompt's samples, mean over prompts. A good mask moves toxic prompts to the left of "
-        "“no unit off”, and as many random units do not."
+        "“no unit off”, and as many random units do not. Bars are standard errors over prompts."
     )
     return Figure(caption, panels, list(keys.values()))
 
