@@ -172,7 +172,7 @@ def test_no_cycles():
 @modules
 def test_configs_reach_only_what_a_run_is_made_of(name):
     if "mxd.config" in imports(name):
-        assert part(name) in {"planning", "training", "evaluation", "api", "cli"}
+        assert part(name) in {"planning", "training", "evaluation", "reproduction", "api", "cli"}
 
 
 @modules

@@ -53,6 +53,12 @@ def reproduce(number: str, scale: str, out: str | Path, only: Sequence[str] = ()
 def planned(number: str, scale: str, out: str | Path, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield what each run of a reproduction trains and takes; nothing is trained, and no base model is loaded.
 
+    Args:
+        number: the paper's arXiv number.
+        scale: one of its scales.
+        out: the folder for all runs.
+        only: names of models; by default all of the scale.
+
     Yields:
         ``model``, ``experiment``, ``layers``, ``tokens``; of training ``gib`` of memory and ``hours`` on this machine,
         or why they are ``unknown``: a model's config that cannot be read.
