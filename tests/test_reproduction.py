@@ -194,6 +194,6 @@ def test_the_command_says_what_it_would_take(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(reproduction, "plan_run", unreachable)
     code, out, _ = mxd(capsys, "reproduce", "2505.21364", "--dry-run", "--model", "gpt2", "--model", "pythia-410m")
-    assert code == 0 and "13 runs, 106 layers; training on this machine: not known" in " ".join(out.split())
+    assert code == 0 and "13 runs, 102 layers; training on this machine: not known" in " ".join(out.split())
     assert "not known for gpt2, pythia-410m: cannot load openai-community/gpt2" in out
     assert not list(tmp_path.iterdir())
