@@ -179,10 +179,12 @@ def test_a_reproduction_in_small_goes_on_where_it_stopped(tmp_path, monkeypatch)
     ]  # fmt: skip
     text = (folder / "reproduction.md").read_text()
     assert "| figure 21 | tiny-gpt2 |" in text and "(tiny-gpt2-rank/report.html)" in text
-    weights = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+    weights = {path: path.read_bytes() for path in folder.rglob("model.safetensors")}
+    answered = {path: path.stat().st_mtime_ns for path in folder.rglob("faithfulness.json")}
     assert reproduction.reproduce("2505.21364", "tiny", tmp_path / "out") == folder
     assert done == ["tiny-gpt2-rank", "tiny-gpt2-random-k"] * 2
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == weights
+    assert {path: path.read_bytes() for path in folder.rglob("model.safetensors")} == weights
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("faithfulness.json")} == answered
     assert json.loads((folder / "reproduction.json").read_text())["findings"] == rows
 
 
