@@ -179,10 +179,12 @@ def test_a_reproduction_in_small_goes_on_where_it_stopped(tmp_path, monkeypatch)
     ]  # fmt: skip
     text = (folder / "reproduction.md").read_text()
     assert "| figure 21 | tiny-gpt2 |" in text and "(tiny-gpt2-rank/report.html)" in text
-    weights = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+    weights = {path: path.read_bytes() for path in folder.rglob("model.safetensors")}
+    answered = {path: path.stat().st_mtime_ns for path in folder.rglob("faithfulness.json")}
     assert reproduction.reproduce("2505.21364", "tiny", tmp_path / "out") == folder
     assert done == ["tiny-gpt2-rank", "tiny-gpt2-random-k"] * 2
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == weights
+    assert {path: path.read_bytes() for path in folder.rglob("model.safetensors")} == weights
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("faithfulness.json")} == answered
     assert json.loads((folder / "reproduction.json").read_text())["findings"] == rows
 
 
@@ -194,6 +196,6 @@ def test_the_command_says_what_it_would_take(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(reproduction, "plan_run", unreachable)
     code, out, _ = mxd(capsys, "reproduce", "2505.21364", "--dry-run", "--model", "gpt2", "--model", "pythia-410m")
-    assert code == 0 and "13 runs, 106 layers; training on this machine: not known" in " ".join(out.split())
+    assert code == 0 and "13 runs, 102 layers; training on this machine: not known" in " ".join(out.split())
     assert "not known for gpt2, pythia-410m: cannot load openai-community/gpt2" in out
     assert not list(tmp_path.iterdir())

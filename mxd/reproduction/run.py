@@ -81,11 +81,15 @@ def planned(number: str, scale: str, out: str | Path, only: Sequence[str] = ()) 
 
 
 def findings(paper: Paper, runs: Runs) -> list[dict[str, Any]]:
-    """Return what each claim came to on each model; what no run has answered yet is ``not measured``.
+    """Return what each claim came to on each model.
 
     Args:
         paper: what is reproduced.
         runs: its runs, finished or not.
+
+    Returns:
+        Rows of ``HEAD``. The verdict is ``not measured`` where no run has answered yet, and ``not comparable`` where
+        layers have come out too different.
 
     Raises:
         MxdError: a damaged file.
@@ -94,16 +98,12 @@ def findings(paper: Paper, runs: Runs) -> list[dict[str, Any]]:
     for claim in CLAIMS:
         for model in dict.fromkeys(model for model, _ in runs):
             configs = [runs[model, name] for name in claim.experiments if (model, name) in runs]
-            if len(configs) < len(claim.experiments):
+            if len(configs) < len(claim.experiments) or (claim.published and model not in paper.published):
                 continue
             answers = Answers(answer for config in configs for answer in Answers.read(config.folder, claim.question))
-            found = claim.look(answers, paper.published.get(model)) if answers else None
-            if found is None and answers:
-                continue  # the paper says nothing of this model
-            rows.append(
-                {"item": claim.item, "model": model}
-                | (asdict(found) if found else dict.fromkeys(HEAD[2:5], "") | {"verdict": "not measured"})
-            )
+            found = claim.look(answers, paper.published.get(model))
+            missing = dict.fromkeys(HEAD[2:5], "") | {"verdict": "not comparable" if answers else "not measured"}
+            rows.append({"item": claim.item, "model": model} | (asdict(found) if found else missing))
     return rows
 
 
