@@ -132,7 +132,7 @@ class _Counted:
     def report(
         self,
         model: FrozenModel,
-        adds: Mapping[int, Mapping[str, Any]],
+        adds: Mapping[int, dict[str, Any]],
         logits: Mapping[str, Any],
         text: Int[np.ndarray, "contexts seq"],
         per_batch: int,

@@ -15,7 +15,7 @@ from typing import Literal
 from markupsafe import Markup
 
 from mxd.report.markers import VARIANTS, marker
-from mxd.report.parts import Key, Panel
+from mxd.report.parts import NOTHING, Key, Panel
 from mxd.report.source import Node
 
 HEIGHT = 260.0
@@ -83,6 +83,8 @@ class Axis:
 
     def said(self, value: float) -> str:
         """Return a value as text."""
+        if math.isnan(value):
+            return NOTHING
         if self.percent:
             return f"{value:.0%}"
         return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}" if abs(value) < 1e4 else _thousands(value)

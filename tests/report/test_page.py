@@ -21,12 +21,13 @@ from mxd.metrics.judged import STEERING
 from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.parts import NOTHING
-from mxd.report.replacements import usual
+from mxd.report.replacements import Replacement, usual
 from mxd.report.run import read_run
 from mxd.report.sections import (
     ablation,
     explaining,
     faithfulness,
+    generation,
     masking,
     rewrite,
     similarity,
@@ -35,7 +36,7 @@ from mxd.report.sections import (
     units,
     whole,
 )
-from mxd.report.sections.generation import pieces
+from mxd.report.sections.generation import continuations, pieces
 from mxd.report.source import Node
 from mxd.report.tables import PLACES
 
@@ -407,6 +408,36 @@ def test_explanations_are_shown_with_what_they_are_worth_beyond_another_units(ru
         *("75.0% ± 12.5%", "24", "1"),
     ]
     assert len(table.rows) == 3 and {part.kind for part in said} == {"samples"} and len(said) == 2 * 3
+
+
+def test_a_masks_own_domain_stands_beside_the_others_and_random_units(run):
+    table, figure, *_ = masking.section(read_run(run)).parts
+    alt = figure.panels[0].alt
+    assert "sport: own domain 0.5, mean of the others -0.01, own domain, random units 0.125;" in alt
+    assert alt.endswith(f"own domain 0.25, mean of the others {NOTHING}, own domain, random units 0.0625.")
+    assert [[cell.shade for cell in row[2:]] for row in table.rows] == [[9, 0], [0, 4]]
+    assert [[cell.marked for cell in row[2:]] for row in table.rows] == [[True, False], [False, True]]
+
+
+def test_shares_are_those_after_so_many_tokens(run):
+    _, table, *_ = generation.section(read_run(run)).parts
+    shares = dict(zip([column.title for column in table.columns], table.rows[0], strict=True))
+    assert {n: shares[f"n = {n}"].text for n in (1, 2, 8, 32)} == {1: "97.0%", 2: "94.1%", 8: "78.4%", 32: "37.7%"}
+
+
+def test_the_first_continuations_are_shown_each_on_one_line():
+    told = {"spliced": [2], "base_tokens": ["one\n", "two"], "spliced_tokens": ["one\n", "three"]}
+    examples = [{"prompt": [n], "base": [1]} | told for n in range(5)]
+    (part,) = continuations([(Replacement("x", "X"), Node(examples, "f.json"))], 3, pieces, "And so on.")
+    assert part.caption == "The first prompts (3). And so on." and [diff.prompt for diff in part.diffs] == [*"012"]
+    for diff in part.diffs:
+        ((label, shown, _),) = diff.rows
+        assert (label, diff.base) == ("X", "one↵two")
+        assert [(piece.how, piece.text) for piece in shown] == [
+            ("same", "one↵"),
+            ("removed", "two"),
+            ("added", "three"),
+        ]
 
 
 def test_the_frontier_draws_the_numbers_of_the_file(run):

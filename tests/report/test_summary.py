@@ -130,7 +130,7 @@ def test_answers_in_a_layers_folder_reach_the_page_of_its_run(folder):
     assert not said and file in files
     write_json(folder / "faithfulness.json", document | {"results": {name: splice(0.5), other: splice(1.0)}})
     second = "block2-tc-k8/faithfulness.json"
-    write_json(folder / second, document | {"results": {other: splice(0.125)}})
+    write_json(folder / second, document | {"results": {other: splice(0.125), name: splice(2.0)}})
     numbers, said, _ = found()
     assert numbers == {"block1-tc-k8": (0.25, file), "block2-tc-k8": (0.125, second)}
     assert said == f"Measured apart, perhaps on other text: {file}, {second}."

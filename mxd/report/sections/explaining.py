@@ -35,13 +35,12 @@ def _figure(results: Results) -> Figure:
     for replacement, result in results:
         rows = []
         for judge, one in _judges(result).items():
-            found = [
-                (key, *(one.follow(path.removeprefix("judges.*.")) for path in (metric.key, metric.error)))
-                for key, metric in zip(keys.values(), (EXPLAINED, EXPLAINED_BY_OTHER), strict=True)
-            ]
-            rows.append(
-                (judge, [(key, dot(node, error)) for key, node, error in found if node and node.value is not None])
-            )
+            drawn = []
+            for key, metric in zip(keys.values(), (EXPLAINED, EXPLAINED_BY_OTHER), strict=True):
+                score = _at(one, metric.key)
+                if score is not None and score.value is not None:
+                    drawn.append((key, dot(score, _at(one, metric.error))))
+            rows.append((judge, drawn))
         panels.append(dots(replacement.label, Axis(f"{EXPLAINED.label} (0: chance)"), rows))
     caption = (
         "How often a judge names the text on which a unit fires. Explanations are worth what the first is to the right "
@@ -57,13 +56,15 @@ def _table(results: Results) -> Table:
         for judge, one in _judges(result).items():
             cells = []
             for metric in EXPLAINING:
-                at, error = (
-                    one.follow(key.removeprefix("judges.*.")) if key else None for key in (metric.key, metric.error)
-                )
-                cells.append(with_error(number(at, metric.form), error, metric.form))
+                cells.append(with_error(number(_at(one, metric.key), metric.form), _at(one, metric.error), metric.form))
             rows.append([Cell(replacement.label), Cell(judge), number(one.get("units"), "{:.0f}"), *cells])
     heads = [Column("replacement"), Column("judge"), Column("units", "units that the judge decided on")]
     return Table("What explanations are worth.", [*heads, *map(column, EXPLAINING)], rows, legend=True)
+
+
+def _at(one: Node, key: str) -> Node | None:
+    """Return a number of one judge, by its key in the file."""
+    return one.follow(key.removeprefix("judges.*.")) if key else None
 
 
 def _judges(result: Node) -> dict[str, Node]:

@@ -105,7 +105,7 @@ def continuations(
         base = _tokens(first, "base")
         rows = [(r.label, list(told(base, _tokens(e, "spliced"))), e.source) for r, e in here]
         text = first.get("prompt_text")
-        diffs.append(Diff(text.text() if text else " ".join(map(str, prompt)), "".join(base), rows))
+        diffs.append(Diff(text.text() if text else " ".join(f"{token:.0f}" for token in prompt), "".join(base), rows))
     return [Diffs(f"The first prompts ({len(diffs)}). {caption}", diffs)] if diffs else []
 
 
