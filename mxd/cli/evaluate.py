@@ -4,7 +4,7 @@ The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -13,6 +13,7 @@ from mxd.cli.shared import (
     HELD_OUT,
     HeldOut,
     OutFile,
+    Whole,
     app,
     check_checkpoints,
     configured,
@@ -31,9 +32,6 @@ from mxd.questions import (
     WholeConfig,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 @app.command
 def evaluate(
@@ -43,7 +41,7 @@ def evaluate(
     on: HeldOut = HELD_OUT,
     out: OutFile = None,
     lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
+    lm_eval_limit: Whole | None = None,
     lm_eval_include: Path | None = None,
 ) -> None:
     """Splice trained layers into their base model and measure faithfulness on held-out text.

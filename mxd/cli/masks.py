@@ -4,9 +4,22 @@ The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from mxd.cli.shared import FLAT, HELD_OUT, HeldOut, OutFile, app, check_answers, fraction, numbers, ranges, save, show
+from mxd.cli.shared import (
+    FLAT,
+    HELD_OUT,
+    HeldOut,
+    OutFile,
+    Whole,
+    app,
+    check_answers,
+    fraction,
+    numbers,
+    ranges,
+    save,
+    show,
+)
 from mxd.common.errors import MxdError
 from mxd.questions import (
     DEFAULTS,
@@ -27,9 +40,6 @@ from mxd.questions import (
     checked,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 @app.command
 def mask(
@@ -39,10 +49,10 @@ def mask(
     by_domain: Annotated[MaskingConfig, FLAT] = DEFAULTS.masking,
     by_score: Annotated[PurgingConfig, FLAT] = PURGING,
     thresholds: str = ",".join(map(str, PURGING.thresholds)),
-    limit: int | None = None,
+    limit: Whole | None = None,
     under: Annotated[UnderMaskConfig, FLAT] = UNDER_MASK,
     lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
+    lm_eval_limit: Whole | None = None,
     lm_eval_include: str | None = None,
     lm_eval_groups: str | None = None,
     together: bool = False,
@@ -123,7 +133,7 @@ def toxicity(
     thresholds: str = ",".join(map(str, PURGING.thresholds)),
     neurons: bool = False,
     lm_eval: str | None = None,
-    lm_eval_limit: int | None = None,
+    lm_eval_limit: Whole | None = None,
     lm_eval_include: Path | None = None,
     together: bool = False,
     on: HeldOut = HELD_OUT,
@@ -196,7 +206,7 @@ def ablate(
     *checkpoints: str,
     units: str | None = None,
     how: Annotated[AblationConfig, FLAT] = DEFAULTS.ablation,
-    context: int | None = None,
+    context: Whole | None = None,
     model: str | None = None,
     device: str = "auto",
     out: OutFile = None,
@@ -258,7 +268,7 @@ def rewrite(
     *checkpoints: str,
     strengths: str = "1/32,1/16,1/8,1/4,1/2",
     how: Annotated[RewriteConfig, FLAT] = DEFAULTS.rewrite,
-    context: int | None = None,
+    context: Whole | None = None,
     model: str | None = None,
     device: str = "auto",
     out: OutFile = None,
