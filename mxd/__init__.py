@@ -10,7 +10,8 @@
     trained(x), trained.layer.encode(x)             the replacement's output; which units are active
     with mxd.spliced(model, {2: trained}): ...      the model with the replacement in the MLP's place (splice: for good)
 
-    mxd.tune, mxd.compare, mxd.write_report         as the commands of those names
+    mxd.tune(run), mxd.compare(config)              as the commands; a Run (run.results: what was measured of it)
+    mxd.write_report(run)                           one page of what was measured
     mxd.push, mxd.pull, mxd.export_model            share
     mxd.save_layer, mxd.Provenance.of(model, 2)     keep a layer that a loop of your own has trained
     mxd.units(mxd.open_checkpoints(run))            a question's answer; also ablation, explaining, faithfulness,

@@ -1,6 +1,6 @@
 """The public names of mxd and the files that define them: type checkers read this list, and so does ``__init__.py``."""
 
-from mxd.api import evaluate, train
+from mxd.api import compare, evaluate, train, tune
 from mxd.artifacts.checkpoint import Trained, from_pretrained, load_layer, load_layers, save_layer
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.run import Run
@@ -10,7 +10,6 @@ from mxd.common.stop import Interrupted
 from mxd.config import DataConfig, ModelConfig, RunConfig, SizingConfig, TrainingConfig, load_config
 from mxd.evaluation.ablation import answer as ablation
 from mxd.evaluation.checkpoints import Subject, open_checkpoints, save_results
-from mxd.evaluation.compare import compare
 from mxd.evaluation.explaining import answer as explaining
 from mxd.evaluation.faithfulness import answer as faithfulness
 from mxd.evaluation.generation import answer as generation
@@ -72,7 +71,6 @@ from mxd.questions import (
 from mxd.report.page import write_report
 from mxd.share.export import export_model
 from mxd.splice import splice, spliced
-from mxd.training.tune import tune
 from mxd.tuning import TuneConfig
 
 __version__: str

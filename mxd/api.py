@@ -1,24 +1,28 @@
 """Python: what a person has at hand, then one function of the house, as the command line does."""
 
 from collections.abc import Iterable, Mapping
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from mxd.artifacts.run import Run
 from mxd.common.errors import MxdError
 from mxd.config import RunConfig, load_config, parse_config
-from mxd.data.text import IN_MEMORY, in_memory
+from mxd.data.text import IN_MEMORY
 from mxd.evaluation.checkpoints import Layers, open_checkpoints
+from mxd.evaluation.compare import compare as run_comparison
 from mxd.evaluation.faithfulness import answer
 from mxd.evaluation.results import Faithfulness
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import DTYPES, load_frozen
 from mxd.questions import DEFAULTS, FaithfulnessConfig, checked
 from mxd.training.trainer import train as run_training
+from mxd.training.tune import tune as run_tuning
+from mxd.tuning import UNCHANGED, TuneConfig
 
 Text = str | PathLike[str] | Iterable[Any]
-"""A source as ``data.source`` names it; or documents: a list or another iterable of strings, a ``datasets.Dataset``."""
+"""A source as ``data.source`` names it; or documents: a list or another iterable of strings, a ``datasets.Dataset``; or
+by the names of splits, ``{"train": documents, "validation": others}``."""
 
 
 def train(
@@ -38,9 +42,9 @@ def train(
 
     Args:
         config: the run: a config, its fields as plain data, or a YAML file's path.
-        text: what to train on, in place of the config's ``data.source``. Documents are trained on in a new order every
-            epoch if their number is known, else once and in their own order. They can stand in plain data, too, as
-            ``data.source``.
+        text: what to train on, in place of the config's ``data.source``; a part of the documents is held out, as of a
+            file's (docs/text.md). They are trained on in a new order every epoch if their number is known, else once
+            and in their own order. They can stand in plain data, too, as ``data.source``.
         model: the base model, in place of the config's: a name, a ``FrozenModel``, a loaded Hugging Face model, a
             TransformerLens bridge, or a module from token ids to logits (``PlainModel``).
         tokenizer: the tokenizer of a loaded ``model``.
@@ -60,11 +64,62 @@ def train(
     """
     stated, own = _config(config, text)
     complete, base = _with_model(stated, model, tokenizer)
-    documents = None
+    return Run(run_training(complete, resume, base, groups, shard, own, overwrite))
+
+
+def tune(
+    layers: str | PathLike[str] | Iterable[str | PathLike[str]],
+    how: TuneConfig | Mapping[str, Any] = UNCHANGED,
+    *,
+    run: str | None = None,
+    out: str | PathLike[str] | None = None,
+    resume: bool = False,
+    model: Any = None,
+) -> Run:
+    """Tune trained layers together, spliced into their base model, and write them as a run of their own.
+
+    Layers that are alike but for their block (method, sparsity, K) are a set, which is spliced in together; several
+    sets are tuned side by side. The layers that are read stay as they are.
+
+    Args:
+        layers: a run, or folders of layers or runs, or Hub references; to resume, the ``config.yaml`` of a tuning.
+        how: the loss and the recipe, as a config or its fields; fields that are not given are what a run's
+            ``config.yaml`` says under ``tune``. A tuning that is resumed keeps them.
+        run: name of the run that is written; by default the read one's with ``-tuned``.
+        out: folder that holds it; by default that of the run that is read.
+        resume: continue an interrupted tuning, exactly as if it had not been interrupted.
+        model: the base model, in place of the one that the layers name: a name, or loaded.
+
+    Returns:
+        The run that was written.
+
+    Raises:
+        MxdError: layers that do not belong together, or as ``train``.
+    """
+    paths = [layers] if isinstance(layers, str | PathLike) else list(layers)
+    stated = how if isinstance(how, TuneConfig) else checked(TuneConfig, **how)
+    named = isinstance(model, str | PathLike)
+    folder = None if out is None else str(out)
+    loaded, source = (None, str(model)) if named else (model, None)
+    return Run(run_tuning([fspath(path) for path in paths], stated, run, folder, resume, loaded, source))
+
+
+def compare(config: RunConfig | Mapping[str, Any] | str | PathLike[str]) -> Run:
+    """Train a run, or the rest of it, and answer each of its config's questions that has no answer yet.
+
+    Args:
+        config: the run: a config, its fields as plain data, or a YAML file's path.
+
+    Returns:
+        The run, with an answer to each question in ``results``.
+
+    Raises:
+        MxdError: as ``train`` and the evaluations; earlier answers stay.
+    """
+    stated, own = _config(config, None)
     if own is not None:
-        data = complete.data
-        documents = in_memory(own, data.column, complete.seed, data.part, base.tokenizer if base else None)
-    return Run(run_training(complete, resume, base, groups, shard, documents, overwrite))
+        raise MxdError("compare reads text by its name; give data.source a file, a folder or a dataset.")
+    return Run(run_comparison(stated))
 
 
 def evaluate(
@@ -81,7 +136,8 @@ def evaluate(
 
     Args:
         layers: what to splice in.
-        text: what to read; by default the held-out side of the text that the layers were trained on.
+        text: what to read; by default the held-out side of the text that the layers were trained on. Of documents that
+            Python code holds only the held-out side is read if the layers were trained on such.
         tokens: positions to read, rounded up to whole contexts.
         seed: draws the order of the text, and so the part that is read.
         together: splice in all layers of a kind at once, as a set, in place of each alone; layers of different blocks

@@ -24,7 +24,7 @@ from pydantic import (
 
 from mxd.common.errors import MxdError, nearest, said
 from mxd.common.overrides import read_fields
-from mxd.common.parsing import spans, whole_number
+from mxd.common.parsing import spans
 from mxd.layers import LAYERS, AnyReplacement, Initialisation, ReplacementConfig
 from mxd.layers.sizing import Match
 from mxd.layers.sparsity import SPARSITIES
@@ -147,10 +147,9 @@ scaled activations, with a rate that then suits every model (docs/recipes.md).""
 
 
 def _parts(value: Any) -> Any:
-    number = whole_number(value)
-    if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"expected a number of parts, or auto, got {value!r}")
-    return number
+    return value
 
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab"]

@@ -10,9 +10,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from cyclopts import Parameter
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     NonNegativeFloat,
@@ -23,8 +20,8 @@ from pydantic import (
     field_validator,
 )
 
-from mxd.common.errors import MxdError, redact, told
-from mxd.common.parsing import whole_number
+from mxd.common.errors import MxdError, nearest, redact, told
+from mxd.common.settings import Frozen
 
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
@@ -32,8 +29,8 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Count = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
-"""How many: at least one, also written 1e6, 10k or 1M."""
+Count = Annotated[int, Field(gt=0)]
+"""How many: at least one."""
 
 Question = Literal[
     "faithfulness",
@@ -54,9 +51,6 @@ Question = Literal[
 SubsetMode = Literal["token", "whole", "prefix", "global"]
 """Where the units of a subset are chosen: at each token, in each text, in its first half, or in a corpus."""
 
-RESULTS: tuple[str, ...] = (*get_args(Question), "purging", "explaining", "tuned")
-"""The results that a run's folder may hold, each in a JSON file of its name."""
-
 PROMPTS = (
     *(f"The capital of {country} is" for country in ("France", "Japan", "Egypt", "Brazil")),
     *(f"The {noun} of the United States" for noun in ("President", "population", "economy", "army")),
@@ -64,13 +58,11 @@ PROMPTS = (
 """Two templates, each filled in four ways; the paper's figure 21 does not spell out its template."""
 
 
-class Settings(BaseModel):
-    """Base of all configs: frozen; unknown fields, secrets and infinite numbers refused; docstrings used as help.
+class Settings(Frozen):
+    """Base of the configs of runs and questions, in which secrets are refused.
 
     Where a list stands, one value may be written as it is, and several that are not free text divided by commas.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -522,7 +514,7 @@ def checked(kind: type[S], **fields: Any) -> S:
     try:
         return kind(**fields)
     except ValidationError as error:
-        raise refusal(error) from error
+        raise refusal(error, kind) from error
 
 
 def changed(how: S, **fields: Any) -> S:
@@ -534,7 +526,13 @@ def changed(how: S, **fields: Any) -> S:
     return checked(type(how), **how.model_dump() | fields)
 
 
-def refusal(error: ValidationError) -> MxdError:
-    """Return the error for a question's config that does not make sense; it names the first field at fault."""
-    text = told(error)
-    return MxdError(text if text.endswith("?") else f"{text}.")
+def refusal(error: ValidationError, kind: type[Settings] = Settings) -> MxdError:
+    """Return the error for a config that does not make sense; it names the first field at fault.
+
+    Args:
+        error: what pydantic found.
+        kind: the config, one of whose fields may be misspelt.
+    """
+    text, problem = told(error), error.errors(include_url=False)[0]
+    guess = nearest(problem["loc"][-1], kind.model_fields) if problem["type"] == "extra_forbidden" else ""
+    return MxdError(text if text.endswith("?") else f"{text}.{guess}")

@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,7 +21,10 @@ from torch import nn
 import mxd
 import mxd.api
 from mxd.artifacts.sets import as_trained
+from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
+from mxd.common.progress import say_once
+from mxd.data.text import documents, in_memory
 from mxd.training.trainer import train as run_training
 
 ROOT = Path(__file__).parents[1]
@@ -129,23 +133,94 @@ def test_documents_are_trained_on_as_those_of_a_file(run, gpt2, tmp_path):
     """The same token ids in the same order, however they are given; as they come, in an order of their own."""
     import datasets
 
-    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS))
+    for name in ("all", "train"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS))
     given = {
-        "file": str(tmp_path / "train.jsonl"),
+        "file": str(tmp_path / "all.jsonl"),
         "tuple": tuple(TEXTS),
-        "dataset": datasets.Dataset.from_dict({"text": TEXTS}),
         "stream": (text for text in TEXTS),
+        "whole-file": str(tmp_path / "train.jsonl"),
+        "split": {"train": TEXTS, "other": [3]},
+        "dataset": datasets.Dataset.from_dict({"text": TEXTS}),
     }
     hashes = {}
     for name, text in given.items():
         made = mxd.train(fields(tmp_path, run=name), text, model=gpt2)
         hashes[name] = made[KEPT[0]].provenance.text_hash
         same = torch.equal(made[KEPT[0]].layer.bias, run[KEPT[0]].layer.bias)
-        assert same == (name != "stream"), name
+        assert same == (name in ("file", "tuple")), name
     expected = run[KEPT[0]].provenance.text_hash
-    assert [name for name in given if hashes[name] == expected] == ["file", "tuple", "dataset"]
+    assert [name for name in given if hashes[name] == expected] == ["file", "tuple"]
+    assert hashes["whole-file"] == hashes["split"] == hashes["dataset"]
     in_config = fields(tmp_path, run="config", data={"context": 16, "source": TEXTS})
     assert mxd.train(in_config, model=gpt2)[KEPT[0]].provenance.text_hash == expected
+
+
+def test_documents_in_memory_have_a_held_out_side_as_those_of_a_file(tmp_path, run, gpt2, capsys):
+    """No document is on two sides, in whatever form they are given; what is not trained on is evaluated on."""
+    (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in TEXTS))
+    book = [" ".join(TEXTS)]
+    (tmp_path / "book.txt").write_text(*book)
+    for split in ("train", "validation", "test"):
+        expected = list(documents(str(tmp_path / "all.jsonl"), split))
+        assert list(in_memory(TEXTS, split)) == list(in_memory(iter(TEXTS), split)) == expected
+        assert list(in_memory({split: TEXTS, "x": []}, split)) == list(in_memory(TEXTS, None)) == TEXTS
+        assert list(in_memory(book, split)) == list(documents(str(tmp_path / "book.txt"), split)) != book
+    say_once.cache_clear()
+    held = list(in_memory(TEXTS, "validation"))
+    for given, read in ((TEXTS, held), ({"validation": TEXTS[:50]}, TEXTS[:50]), (iter(TEXTS), held)):
+        assert list(mxd.open_checkpoints(run, text=given, model=gpt2).texts()) == read
+    assert capsys.readouterr().err.count(f"the held-out side is read, {len(held)} of 300 documents") == 1
+    about = run[KEPT[0]].provenance.model_copy(update={"data": {"source": "bundled", "context": 16}})
+    elsewhere = mxd.Trained(run[KEPT[0]].layer, about)
+    assert list(mxd.open_checkpoints(elsewhere, text=TEXTS, model=gpt2).texts()) == TEXTS
+
+
+def test_a_part_of_a_dataset_is_held_out_where_the_config_asks_for_it(gpt2, tmp_path):
+    import datasets
+
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    run = mxd.train(fields(tmp_path, data={"context": 16, "part": "train"}), table, model=gpt2)
+    held = list(mxd.open_checkpoints(run, text=table, model=gpt2).texts())
+    assert held == list(in_memory(TEXTS, "validation"))
+
+
+@pytest.mark.long
+def test_chats_in_a_dataset_find_the_template_of_a_model_that_is_named(tmp_path):
+    import datasets
+
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Is it?"}] for text in TEXTS]
+    table = datasets.Dataset.from_dict({"messages": chats})
+    config = fields(tmp_path, data={"context": 16, "column": "messages"})
+    with pytest.raises(MxdError, match="a chat needs the tokenizer's chat template, and the base model's has none"):
+        mxd.train(config, table, model="tiny-gpt2")
+    named = shutil.copytree(bundled_path("tiny-gpt2"), tmp_path / "named")
+    (named / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert mxd.train(config, table, model=named, overwrite=True)[KEPT[0]].provenance.tokens == 512
+
+
+@pytest.mark.long
+def test_tuning_and_comparing_return_the_run_with_what_was_measured(gpt2, run, tmp_path):
+    how = {"tokens": 32, "batch_tokens": 16, "nmse": 0.5}
+    data = {"context": 16}
+    made = mxd.train(fields(tmp_path, run="a", data=data), model=gpt2)
+    tuned = mxd.tune(made, how, model=gpt2)
+    assert tuned.folder == tmp_path / "a-tuned" and sorted(tuned.names) == sorted(KEPT) and tuned.results == {}
+    assert tuned[KEPT[0]].provenance.tuning[-1]["nmse"] == 0.5
+    other = mxd.tune([made / KEPT[0]], mxd.TuneConfig(**how), run="b", out=tmp_path / "deep", model=gpt2)
+    assert other.folder == tmp_path / "deep" / "b" and other.names == [KEPT[0]]
+    with pytest.raises(MxdError, match="tokens: expected a whole number, got 'many'"):
+        mxd.tune(made, {"tokens": "many"})
+    with pytest.raises(MxdError, match=r"tokns: there is no such field. Did you mean 'tokens'\?"):
+        mxd.tune(made, {"tokns": 3})
+    with pytest.raises(MxdError, match=r"compare reads text by its name"):
+        mxd.compare(fields(tmp_path, data={"source": TEXTS}))
+    evaluation = {"questions": ["faithfulness"], "faithfulness": {"tokens": 32}}
+    model = {"source": "tiny-gpt2", "device": "cpu"}
+    compared = mxd.compare(fields(tmp_path, run="c", data=data, model=model, evaluation=evaluation))
+    assert list(compared.results) == ["faithfulness"] and repr(compared).endswith("\n  results: faithfulness")
+    found = mxd.Faithfulness(compared.results["faithfulness"])
+    assert found.names == [f"c/{name}" for name in KEPT]
 
 
 @pytest.mark.long
@@ -177,13 +252,15 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped_and_refuses_another_text
     ("text", "message"),
     [
         (3, "of type int; expected documents"),
-        ({"train": TEXTS}, "text has parts, 'train'"),
+        ({"trian": TEXTS}, "unknown split 'train'; choose one of: trian"),
         ([TEXTS[0], 3], "document 1 of the text is of type int"),
-        (["short"], "less than one context"),
-        ([], "less than one context"),
+        (["short"], "the text in memory is too short to hold some of it out: 1 different piece "),
+        ([], "the text in memory is too short to hold some of it out"),
+        ([str(i) for i in range(60)], "the held-out side of the text in memory is less than one context of 16"),
+        ({"train": ["short"]}, "less than one context"),
         (Path("nothing.txt"), "no text at 'nothing.txt'"),
     ],
-    ids=["number", "mapping", "item", "short", "empty", "path"],
+    ids=["number", "mapping", "item", "short", "empty", "little", "shorter", "path"],
 )
 def test_what_is_not_a_text_is_refused_and_leaves_an_earlier_run(text, message, run, gpt2):
     before = (run / "run_id").read_text()
@@ -195,12 +272,10 @@ def test_what_is_not_a_text_is_refused_and_leaves_an_earlier_run(text, message, 
 def test_a_table_is_refused_and_its_column_is_not():
     import pandas
 
-    from mxd.data.text import in_memory
-
     table = pandas.DataFrame({"text": TEXTS})
-    with pytest.raises(MxdError, match="text has parts, 'text'"):
+    with pytest.raises(MxdError, match="the text in memory has columns, 'text'"):
         in_memory(table)
-    assert in_memory(table["text"]) == TEXTS
+    assert in_memory(table["text"], None) == TEXTS
 
 
 def test_an_iterator_is_not_read_twice(gpt2, tmp_path):
@@ -304,7 +379,7 @@ def test_a_tokenizer_belongs_to_a_loaded_model(gpt2, tokenizer, tmp_path):
 
 
 def test_numbers_are_attributes_and_a_table(run, gpt2, tmp_path):
-    results = mxd.evaluate(run, TEXTS[:50], tokens=128, model=gpt2)
+    results = mxd.evaluate(run, {"validation": TEXTS[:50]}, tokens=128, model=gpt2)
     assert results.names == [f"r/{name}" for name in KEPT] and len(results) == 2
     document = results.document["results"]
     one = results[results.names[0]]
@@ -322,7 +397,7 @@ def test_numbers_are_attributes_and_a_table(run, gpt2, tmp_path):
     assert list(table["l0"]) == [measured.l0 for measured in results]
     assert "CE increase" in repr(one) and repr(results).count("\n") == 1
     assert mxd.common.files.read_json(results.save(tmp_path / "f.json"))["results"].keys() == document.keys()
-    other = mxd.evaluate(run, TEXTS[:49], tokens=128, model=gpt2).document["data"]
+    other = mxd.evaluate(run, {"validation": TEXTS[:49]}, tokens=128, model=gpt2).document["data"]
     assert other["source"] == "memory" != other["documents_sha256"] != results.document["data"]["documents_sha256"]
 
 
@@ -396,10 +471,10 @@ def test_the_stub_lists_what_is_there():
     assert sorted(listed) == dir(mxd)
     assert {config.__name__ for config in mxd.LAYERS.values()} <= set(listed)
     from mxd.layers.sparsity import SPARSITIES
-    from mxd.questions import RESULTS
+    from mxd.metrics import METRICS
 
     assert {config.__name__ for config in SPARSITIES.values()} <= set(listed)
-    for question in set(RESULTS) - {"tuned"}:
+    for question in METRICS:
         assert getattr(mxd, question) is importlib.import_module(f"mxd.evaluation.{question}").answer
         assert f"{question.capitalize()}Config" in listed
 

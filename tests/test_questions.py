@@ -144,7 +144,7 @@ def test_a_bad_setting_is_named_in_one_message():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["units", "x", "--tokens", 0], "tokens: expected a number greater than 0, got '0'."),
+        (["units", "x", "--tokens", 0], "tokens: expected a number greater than 0, got 0."),
         (["units", "x", "--top", "many"], "top: expected a whole number, got 'many'"),
         (["probe", "x", "--level", "word"], "level: expected sample, span or token, got 'word'."),
         (["steer", "x", "--top-p", 2], "top_p: expected a number of at most 1, got '2'."),

@@ -488,3 +488,18 @@ def test_all_maps_of_an_mlp_are_cut() -> None:
         maps = [p for p in mlp.parameters() if p.ndim == 2]
         stored = sum(round(0.3 * min(p.shape)) * sum(p.shape) for p in maps) / sum(p.numel() for p in maps)
         assert cut.weights == pytest.approx(stored)
+
+
+@pytest.mark.long
+def test_the_checks_of_formats_write_what_other_tools_are_to_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Peers are installed by hand alone, so this side of the check is tried here."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from interop.layers import write_cases
+    from safetensors.torch import load_file
+
+    write_cases(tmp_path, "sparsify")
+    cases = load_file(tmp_path / "cases.safetensors")
+    assert {name: tensor.shape for name, tensor in cases.items()} == dict.fromkeys(("x2", "tc2", "stc2"), (2048, 128))
+    assert [path.name for path in (tmp_path / "tc").iterdir()]

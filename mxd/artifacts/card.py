@@ -21,6 +21,7 @@ from mxd.artifacts.measured import Evaluation, Replaced, Result, Together, Whole
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import printable
 from mxd.common.markdown import grid, literal
+from mxd.common.numbers import plural
 from mxd.common.parsing import without_surrogates
 from mxd.layers import ReplacementConfig
 from mxd.metrics import QUESTIONS, explained
@@ -112,7 +113,7 @@ def layer_card(member: Member, address: str | None = None, license: str | None =
     text = [
         f"# {member.config.label} for the MLP of block {origin.block} of {literal(origin.model)}",
         f"This layer replaces the MLP of block {origin.block} (counted from 0) of {literal(origin.model)}. "
-        f"Method: **{member.config.label}** with {member.config.num_units:,} units and sparsity "
+        f"Method: **{member.config.label}** with {plural(member.config.num_units or 0, 'unit')} and sparsity "
         f"`{member.config.sparsity.slug}`, trained with mxd on {origin.tokens:,} token activations of that MLP."
         + _through(origin),
         *_use(member, address, None),
@@ -154,10 +155,12 @@ def set_card(
     models = sorted({m.origin.model for m in members})
     blocks = sorted({m.origin.block for m in members})
     methods = sorted({m.config.label for m in members})
+    many = "s" if len(blocks) > 1 else ""
     text = [
         f"# Sparse replacements for MLPs of {_list(models)}",
-        f"{len(members)} layers ({', '.join(methods)}) that replace the MLP of block {', '.join(map(str, blocks))} "
-        f"(counted from 0) of {_list(models)}. Each folder is one layer, with a card of its own.",
+        f"{plural(len(members), 'layer')} ({', '.join(methods)}) for the MLP{many} of block{many} "
+        f"{', '.join(map(str, blocks))} (counted from 0) of {_list(models)}. Each folder is one layer, with a card of "
+        "its own.",
         *_use(members[0], address, members),
         *_what(members),
         *_training(members),

@@ -10,9 +10,10 @@ from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
 from mxd.artifacts.folders import read_layer
 from mxd.artifacts.listing import layers_in
 from mxd.common.errors import MxdError, unknown
-from mxd.common.files import regular
+from mxd.common.files import read_json, regular
 from mxd.common.frames import data_frame
 from mxd.common.parsing import parse_json
+from mxd.metrics import RESULTS
 
 if TYPE_CHECKING:
     import pandas
@@ -53,6 +54,15 @@ class Run(os.PathLike[str]):
         except (OSError, ValueError) as error:
             raise MxdError(f"cannot read {file}: {error}") from error
 
+    @property
+    def results(self) -> dict[str, Any]:
+        """What was measured of it: question -> the document that its command wrote into the folder.
+
+        Raises:
+            MxdError: a file is damaged.
+        """
+        return {file.stem: read_json(file) for file in self._measured()}
+
     def to_pandas(self) -> "pandas.DataFrame":
         """Return ``metrics`` as a data frame.
 
@@ -77,10 +87,15 @@ class Run(os.PathLike[str]):
     def __fspath__(self) -> str:
         return str(self.folder)
 
+    def _measured(self) -> list[Path]:
+        names = [name for kind in RESULTS for name in (kind, f"{kind}-together")]
+        return [file for name in names if (file := self.folder / f"{name}.json").is_file()]
+
     def __repr__(self) -> str:
         lines = [f"Run {self.folder}"]
         with suppress(MxdError):  # nothing trained yet, or damaged, which whoever asks for a layer is told
             for folder in layers_in(self.folder, "*", str(self.folder)):
                 config, about = read_layer(folder)
                 lines.append(f"  {folder.name}: {config.summary}, {about.tokens:,} tokens")
-        return "\n".join(lines)
+        measured = [file.stem for file in self._measured()]
+        return "\n".join([*lines, *([f"  results: {', '.join(measured)}"] if measured else [])])

@@ -16,6 +16,7 @@ from mxd.artifacts.measured import Evaluation, Whole
 from mxd.artifacts.readme import member_of
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_file, atomic_folder
+from mxd.common.numbers import plural
 
 
 def push(
@@ -67,7 +68,7 @@ def push(
     def cards(pin: str | None) -> dict[str, str]:
         return shown.cards(license, HubReference.parse(repo).name, repo, pin)
 
-    what = f"{shown.members[0].config.label} layer" if single else f"{len(shown.members)} layers"
+    what = f"{shown.members[0].config.label} layer" if single else plural(len(shown.members), "layer")
     return hub.push(repo, files, cards, remote, revision, create_pr, token, message or f"Upload {what} with mxd")
 
 

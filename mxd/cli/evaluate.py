@@ -15,6 +15,7 @@ from mxd.cli.shared import (
     HeldOut,
     LmEval,
     OutFile,
+    Whole,
     app,
     check_checkpoints,
     configured,

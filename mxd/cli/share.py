@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import HELD_OUT, HeldOut, app, say, show, suggest
+from mxd.cli.shared import HELD_OUT, HeldOut, Whole, app, say, show, suggest
 from mxd.common.errors import MxdError, typed
 
 
@@ -15,10 +15,10 @@ def convert(
     *sources_and_out: str,
     from_: Annotated[str | None, Parameter("--from")] = None,
     to: str | None = None,
-    block: int | None = None,
+    block: Whole | None = None,
     input: Literal["mlp_in", "normalized"] | None = None,
     jumprelu: Annotated[bool, Parameter(negative="")] = False,
-    tokens: int = 32_768,
+    tokens: Whole = 32_768,
     on: HeldOut = HELD_OUT,
 ) -> None:
     """Convert other tools' transcoders to checkpoints, SOURCE OUT --from TOOL, or back, CHECKPOINT... OUT --to TOOL.

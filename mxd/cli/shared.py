@@ -9,14 +9,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from cyclopts import App, CycloptsError, CycloptsPanel, Parameter
+from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, Token
 from pydantic import ValidationError
 
 from mxd import __version__
 from mxd.common.bundled import check_model
 from mxd.common.errors import MxdError, nearest, printable
 from mxd.common.overrides import read_fields
-from mxd.common.parsing import spans
+from mxd.common.parsing import spans, whole_number
 from mxd.questions import refusal
 
 if TYPE_CHECKING:
@@ -30,6 +30,22 @@ MOST_UNITS = 100_000
 
 FLAT = Parameter(name="*", negative_iterable=())
 """Marks a question's config: its fields are the command's options."""
+
+
+def _whole(_: Any, words: Sequence[Token]) -> int:
+    """Return the number that an option's word writes.
+
+    Raises:
+        ValueError: it writes none.
+    """
+    try:
+        return int(whole_number(words[0].value))
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {words[0].value!r}") from None
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
+"""A whole number, also written 1e6, 10k or 1M, as the fields of configs are."""
 
 
 def _check_file(_: Any, path: Path | None) -> None:
@@ -82,7 +98,7 @@ class HeldOut:
     """Split of it; by default validation."""
     column: str | None = None
     """Field that holds the text."""
-    context: int | None = None
+    context: Whole | None = None
     """Tokens in a context."""
     model: str | None = None
     """Base model in place of the one named in the checkpoints."""
@@ -118,7 +134,7 @@ class LmEval:
 
     lm_eval: str | None = None
     """Tasks of the lm-evaluation-harness to score as well: arc_easy,hellaswag. Needs pip install 'mxd[lm-eval]'."""
-    lm_eval_limit: int | None = None
+    lm_eval_limit: Whole | None = None
     """Documents of each task to use, at most."""
     lm_eval_include: Path | None = None
     """Folder with task files of your own."""

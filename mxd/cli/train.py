@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from mxd.cli.shared import FLAT, OutFile, app, configured, rank, save_table, say, show, show_faithfulness, suggest
+from mxd.cli.shared import (
+    FLAT,
+    OutFile,
+    Whole,
+    app,
+    configured,
+    rank,
+    save_table,
+    say,
+    show,
+    show_faithfulness,
+    suggest,
+)
 from mxd.common.errors import MxdError, typed
 from mxd.tuning import GUARD_TOKENS, UNCHANGED, TuneConfig
 
@@ -28,7 +40,7 @@ def train(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
     resume: bool = False,
-    groups: int | None = None,
+    groups: Whole | None = None,
     shard: Annotated[bool, Parameter(negative="")] = False,
     deterministic: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -64,7 +76,7 @@ def tune(
     out: str | None = None,
     model: str | None = None,
     resume: bool = False,
-    guard_tokens: int = GUARD_TOKENS,
+    guard_tokens: Whole = GUARD_TOKENS,
 ) -> None:
     """Tune the layers of several blocks together, spliced into their base model, and write them as a run of their own.
 
@@ -128,8 +140,8 @@ def cache(
 def plan(
     config: Path,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    processes: Annotated[int, Parameter(validator=Number(gte=1))] = 1,
-    groups: int | None = None,
+    processes: Annotated[Whole, Parameter(validator=Number(gte=1))] = 1,
+    groups: Whole | None = None,
     shard: Annotated[bool, Parameter(negative="")] = False,
     network: float | None = None,
     tokens_per_second: float | None = None,

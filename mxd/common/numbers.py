@@ -6,18 +6,18 @@ NOISE = 1e-9
 """Below it a number is what sums in float32 leave of zero."""
 
 
-def plural(number: int, one: str, many: str = "") -> str:
+def plural(number: float, one: str, many: str = "") -> str:
     """Return a number of things.
 
     Args:
-        number: how many.
+        number: how many; whole.
         one: what one of them is called.
         many: what several are called; by default the same with an s.
 
     >>> plural(1, "splice"), plural(1200, "splice"), plural(0, "class", "classes")
     ('1 splice', '1,200 splices', '0 classes')
     """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"
 
 
 def shown(form: str, value: float) -> str:

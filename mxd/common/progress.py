@@ -82,7 +82,7 @@ def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Ite
     Args:
         title: the name of the work.
         total: the amount of work.
-        unit: of the amounts, in the plural; beside the bar its first word alone.
+        unit: of the amounts, in the plural; in the rate its first word alone.
         done: the amount that is done already; it does not count towards the rate.
     """
     if console.quiet:
@@ -134,14 +134,15 @@ def _bar(title: str, total: int, unit: str, done: int) -> Iterator[Advance]:
             nonlocal done
             done += amount
             rate = (done - before) / max(time.monotonic() - start, 1e-9)
-            bar.update(task, advance=amount, rate=_rate(rate, unit.partition(" ")[0]), note=note)
+            bar.update(task, advance=amount, rate=_rate(rate, unit), note=note)
 
         yield advance
+        bar.update(task, total=done)  # the work may have ended early, as a text does
 
 
 def _rate(rate: float, unit: str) -> str:
     """Return a rate as text; a slow one keeps the digits that tell it from none."""
-    return f"{shown('{:,.0f}' if rate >= 10 else '{:.1f}', rate)} {unit}/s"
+    return f"{shown('{:,.0f}' if rate >= 10 else '{:.1f}', rate)} {unit.partition(' ')[0]}/s"
 
 
 def _lines(title: str, total: int, unit: str, done: int) -> Advance:

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
+from mxd.common.numbers import plural
+
 PIECE = 2_000
 """The most characters of a piece; the least are half of that, but at a document's end."""
 _BREAKS = ("\n\n", "\n\r\n", "\n", " ")
@@ -44,7 +46,7 @@ def cut_out(read: Callable[[], Iterable[str]], split: str, percent: int) -> Iter
     ranked = sorted({_rank(piece) for text in read() for piece in pieces(text)})
     if len(ranked) < 3:
         raise ValueError(
-            f"too short to hold some of it out: {len(ranked)} different pieces of about {PIECE:,} characters"
+            f"too short to hold some of it out: {plural(len(ranked), 'different piece')} of about {PIECE:,} characters"
         )
     held = max(1, len(ranked) * percent // 100)
 

@@ -102,7 +102,7 @@ def labelled_texts(
         name = stem_of(files[0]) if len(files) == 1 else source
         return _checked(name, file_rows(files), text_column, label_column, group_column)
     check_set(source)
-    table = hub_table(source, split, f"a bundled set ({', '.join(BUNDLED_SETS)})")
+    table = hub_table(source, split, f"a bundled set ({', '.join(BUNDLED_SETS)}), ")
     rows = hub_rows(source, table)
     for column in dict.fromkeys(filter(None, (label_column, group_column))):
         if names := getattr(table.features.get(column), "names", None):
@@ -129,7 +129,7 @@ def scored_texts(
     """
     source = str(source)
     files = local_files(source, "scored texts")
-    rows = file_rows(files) if files else hub_rows(source, hub_table(source, split, "texts with scores"))
+    rows = file_rows(files) if files else hub_rows(source, hub_table(source, split, ""))
     texts: list[str] = []
     scores: list[float | list[float]] = []
     for where, row in rows:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from glob import glob, has_magic
 from io import BufferedReader, TextIOWrapper
 from itertools import chain, zip_longest
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, AnyStr
 
@@ -127,13 +128,14 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
     Args:
         source: ``org/name[:config][@revision]``, or Parquet files of a dataset (``hf://datasets/org/name/*.parquet``).
         split: one of the dataset's splits.
-        instead: other valid sources, for the message.
+        instead: other valid sources, for the message, with a comma at the end.
         streaming: read it as it comes, without downloading it whole.
 
     Raises:
         MxdError: no such dataset or split, or the Hub cannot be reached.
     """
     import datasets
+    from huggingface_hub import constants
 
     address, _, revision = source.partition("@")
     name, _, subset = address.partition(":")
@@ -144,10 +146,11 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
         with asking_hub():
             return datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script
+        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""  # and not only for this question
+        reason = _reason(error).replace(" (OfflineModeIsEnabled)", offline)
         raise MxdError(
-            f"cannot load dataset {source!r}, split {split!r}: {_reason(error)}\n"
-            f"Expected {instead}, a file, a folder or a pattern of {', '.join(TABLES)}, or a Hub dataset that can be "
-            "reached."
+            f"cannot load dataset {source!r}, split {split!r}: {reason}; expected {instead}a file, a folder, a "
+            "pattern, or a Hub dataset that can be reached."
         ) from error
 
 
@@ -191,7 +194,7 @@ def check_columns(where: str, row: Collection[str], columns: Mapping[str, str]) 
 
 
 def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _rows(file: Path, column: str | None) -> Iterator[Located]:
@@ -256,8 +259,10 @@ def _jsonl(file: Unpacked) -> Iterator[Located]:
             row = _object(parse_json(text)) if text.strip() else None
         except UnicodeDecodeError:
             raise
-        except ValueError as error:  # JSON's own message counts lines within this one
-            raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from error
+        except JSONDecodeError as error:  # whose own message counts lines within this one
+            raise ValueError(f"line {number}: {error.msg.removesuffix(' at')}, column {error.colno}") from error
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
         if row is not None:
             yield f"line {number}", row
 

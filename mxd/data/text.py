@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from mxd.data.tables import (
 SPLITS = ("train", "validation", "test")
 IN_MEMORY = "memory"
 """The source that records say of text which Python code holds, and which no file can name."""
+MEMORY = "the text in memory"
+"""What messages call it."""
 BUNDLED = {"bundled": None, "bundled:sotu": "sotu", "bundled:factbook": "factbook"}
 """Name of bundled text -> the source whose documents it holds, or ``None`` for all."""
 Rows = Iterable[Located]
@@ -110,50 +112,65 @@ def documents(
         return Documents(texts(located for located in rows if only in (None, located[1]["source"])))
     if files := local_files(source, "text", DOCUMENTS):
         return _local(source, files, split, lambda own: texts(file_rows(own, column)))
-    table = hub_table(source, split, "`bundled`", streaming)
+    table = hub_table(source, split, "`bundled`, ", streaming)
     return _of_table(source, table, column, streaming, seed, part, tokenizer)
 
 
 def in_memory(
-    text: Any, column: str = "text", seed: int = 0, part: str = "all", tokenizer: Any = None
+    text: Any,
+    split: str | None = "train",
+    column: str = "text",
+    seed: int = 0,
+    part: str = "all",
+    tokenizer: Any = None,
 ) -> Iterable[str]:
-    """Return the documents of a text that Python code holds.
+    """Return the documents of a split of a text that Python code holds.
 
     Args:
-        text: documents as strings: anything with a length (a list, a tuple, a column of a table), a
-            ``datasets.Dataset`` or ``IterableDataset``, or any other iterable, which is read once and as it comes; an
-            iterator can be read only once.
+        text: documents as strings: anything with a length (a list, a tuple, a column of a table), or any other
+            iterable, which is read once and as it comes; an iterator can be read only once. A ``datasets.Dataset`` or
+            ``IterableDataset``. Or the name of each split and what it holds, one of these.
+        split: which side of the documents, which are divided as those of a local file, though those that are read as
+            they come never in pieces; ``None`` for all of them. A dataset is one of its own splits already.
         column: the field of a dataset that holds the text.
         seed: determines the order of an ``IterableDataset``.
-        part: only those documents whose hash falls to ``train``, ``validation`` or ``test``, or ``all``.
+        part: of a dataset only those documents whose hash falls to ``train``, ``validation`` or ``test``, or ``all``.
         tokenizer: has the template that turns a dataset's chats into text.
 
     Returns:
-        A list where the number of documents is known, else what yields them.
+        A sequence where the number of documents is known, else what yields them.
 
     Raises:
-        MxdError: something else, or a dataset without that column.
+        MxdError: something else, a dataset without that column, no such split, or too little text to hold some out.
     """
-    name = "the text in memory"
+    if isinstance(text, Mapping):
+        if (named := split or "validation") not in text:
+            raise unknown("split", named, text)
+        text, split = text[named], None
     datasets = sys.modules.get("datasets")  # whoever holds a dataset has imported it
     if datasets is not None and isinstance(text, datasets.Dataset | datasets.IterableDataset):
-        return _of_table(name, text, column, isinstance(text, datasets.IterableDataset), seed, part, tokenizer)
-    if isinstance(text, Mapping) or hasattr(text, "columns"):  # whose elements are the names of splits or columns
-        raise MxdError(f"text has parts, {', '.join(map(repr, text))}; give the documents of one of them.")
+        return _of_table(MEMORY, text, column, isinstance(text, datasets.IterableDataset), seed, part, tokenizer)
+    if hasattr(text, "columns"):  # whose elements are the names of columns
+        raise MxdError(f"{MEMORY} has columns, {', '.join(map(repr, text))}; give the documents of one of them.")
     if isinstance(text, str | bytes) or not isinstance(text, Iterable):
         raise MxdError(
             f"text is of type {type(text).__name__}; expected documents: a list or another iterable of strings, or a "
             "datasets.Dataset."
         )
-    chosen = _Documents(text, part)
-    return list(chosen) if isinstance(text, Sized) else chosen
+    if split not in (None, *SPLITS):
+        raise unknown("split", split, SPLITS)
+    if not isinstance(text, Sized):
+        return _InMemory(text, split)
+    if split is None:
+        return list(_InMemory(text))
+    return _divided(MEMORY, lambda: _InMemory(text), split, "{'train': documents, 'validation': others}")
 
 
-class _Documents:
-    """The documents of an iterable; an iterator is refused where it is read a second time."""
+class _InMemory:
+    """The documents of an iterable, or of a side of it; an iterator is refused where it is read a second time."""
 
-    def __init__(self, text: Iterable[Any], part: str) -> None:
-        self.text, self.part = text, part
+    def __init__(self, text: Iterable[Any], split: str | None = None) -> None:
+        self.text, self.split = text, split
         self.read = False
 
     def __iter__(self) -> Iterator[str]:
@@ -171,8 +188,26 @@ class _Documents:
             if not isinstance(document, str):
                 kind = type(document).__name__
                 raise MxdError(f"document {number} of the text is of type {kind}; expected a string.")
-            if self.part in ("all", _hash_split(document)):
-                yield without_surrogates(document)
+            text = without_surrogates(document)
+            if self.split in (None, _hash_split(text)):
+                yield text
+
+
+def held_out(source: str, column: str = "text", tokenizer: Any = None) -> Iterable[str] | None:
+    """Return the held-out documents of local files; ``None`` where none are held out, and of text from elsewhere.
+
+    Args:
+        source: as for ``documents``.
+        column: the field that holds the text.
+        tokenizer: has the template that turns chats into text.
+
+    Raises:
+        MxdError: as ``documents``.
+    """
+    files = [] if source.partition(":")[0] == "bundled" else local_files(source, "text", DOCUMENTS)
+    if not _of_split(files, "validation")[0]:
+        return None
+    return documents(source, "validation", column, tokenizer=tokenizer)
 
 
 def text_hash(source: str, split: str = "train") -> str | None:
@@ -224,28 +259,49 @@ def _local(source: str, files: list[Path], split: str, read: Read) -> Documents:
             f"{source!r} has no {split} text: {names} holds that of its name alone. Put a file named {split} beside it "
             "and give the folder, or give other text (--source)."
         )
+    needed = {"train", "validation"} - {stem_of(file) for file in files}
+    return _divided(repr(source), lambda: read(own), split, "a folder with files named train and validation", needed)
+
+
+def _divided(
+    name: str,
+    read: Callable[[], Iterable[str]],
+    split: str,
+    instead: str,
+    needed: Collection[str] = ("train", "validation"),
+) -> Documents:
+    """Return the documents that fall to a split, or pieces of them where one side would be empty.
+
+    Args:
+        name: of the text, for messages.
+        read: gives the documents, each time anew.
+        split: ``train``, ``validation`` or ``test``.
+        instead: what else to give, for messages.
+        needed: the splits that must not be empty.
+
+    Raises:
+        MxdError: there is too little text.
+    """
     sides: set[str] = set()
 
     def of_split() -> Iterator[str]:
-        for text in read(own):
+        for text in read():
             sides.add(side := _hash_split(text))
             if side == split:
                 yield text
 
     found = Documents(of_split())
-    if {"train", "validation"} - {stem_of(file) for file in files} <= sides:
+    if sides.issuperset(needed):
         if not found:
             raise MxdError(
-                f"{source!r} has no document in split {split!r}. A local source without a file named {split!r} is "
-                f"split by document ({HELD_OUT_PERCENT}% validation, {HELD_OUT_PERCENT}% test), so it needs more."
+                f"{name} has no document in split {split!r}: its documents are divided by a hash ({HELD_OUT_PERCENT}% "
+                f"validation, {HELD_OUT_PERCENT}% test), so it needs more of them. Or give {instead}."
             )
         return found
     try:
-        return Documents(cut_out(lambda: read(own), split, HELD_OUT_PERCENT))
+        return Documents(cut_out(read, split, HELD_OUT_PERCENT))
     except ValueError as error:
-        raise MxdError(
-            f"{source!r} is {error}. Give more text, or a folder with files named train and validation."
-        ) from error
+        raise MxdError(f"{name} is {error}. Give more text, or {instead}.") from error
 
 
 def _of_table(

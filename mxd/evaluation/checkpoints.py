@@ -1,7 +1,7 @@
 """Evaluate checkpoints: load them and their base model, measure, keep the numbers as JSON."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -15,9 +15,11 @@ from mxd.artifacts.readme import update_cards
 from mxd.artifacts.sets import as_trained, base_model, check_base, named_layers, sets_of
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
+from mxd.common.numbers import plural
+from mxd.common.progress import say_once
 from mxd.config import DataConfig
 from mxd.data.contexts import Contexts, token_contexts
-from mxd.data.text import IN_MEMORY, documents, in_memory
+from mxd.data.text import IN_MEMORY, MEMORY, documents, in_memory
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -123,7 +125,7 @@ def open_checkpoints(
         model: base model to use in place of the one the checkpoints name: a local copy of it, say, or a loaded one.
         device: where to run; a loaded model stays where it is.
         text: what to read in place of the training text: a source, or documents that Python code holds
-            (``in_memory``).
+            (``in_memory``). Of those only the held-out side is read if the layers were trained on such text.
 
     Raises:
         MxdError: a damaged checkpoint, or checkpoints of several base models.
@@ -148,7 +150,20 @@ def open_checkpoints(
     base.check_context(about.context)
     if isinstance(model, str):
         check_base(base, loaded, "--model")
-    return Subject(loaded, base, about, None if named else in_memory(text, about.column, tokenizer=base.tokenizer))
+    return Subject(loaded, base, about, None if named else _own_text(text, base, about, next(iter(loaded.values()))))
+
+
+def _own_text(text: Any, base: FrozenModel, about: DataConfig, trained: Trained) -> Iterable[str]:
+    """Return the documents to read of a text that Python code holds: none that the layer may have been trained on."""
+    divided = trained.provenance.data.get("source") == IN_MEMORY
+    found = in_memory(text, "validation" if divided else None, about.column, part=about.part, tokenizer=base.tokenizer)
+    given = len(text) if isinstance(text, Sized) and not isinstance(text, Mapping) else 0
+    if isinstance(found, Sized) and len(found) < given:
+        say_once(
+            f"Of {MEMORY} the held-out side is read, {len(found):,} of {plural(given, 'document')}: the layers were "
+            "trained on text in memory, maybe on this. {'validation': documents} is read whole."
+        )
+    return found
 
 
 def held_out_contexts(base: FrozenModel, text: DataConfig, seed: int = 0, own_text: Iterable[str] | None = None) -> Any:
@@ -191,7 +206,7 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
 
 def _identified(texts: Iterable[str]) -> dict[str, str]:
     """Return what identifies a list of documents: a hash of them; nothing of what can be read only as it comes."""
-    if not isinstance(texts, list):
+    if not isinstance(texts, Sequence):
         return {}
     digest = hashlib.sha256()
     for text in texts:
@@ -202,7 +217,8 @@ def _identified(texts: Iterable[str]) -> dict[str, str]:
 def _held_out(trained: Trained, changes: Mapping[str, Any]) -> DataConfig:
     """Return the training text's held-out side, with the caller's changes."""
     fields = dict(trained.provenance.data)
-    if fields.get("part", "all") == "all" or "split" in changes or "source" in changes:
+    moved = changes.get("source", fields.get("source")) != fields.get("source")
+    if fields.get("part", "all") == "all" or "split" in changes or moved:
         fields |= {"split": "validation", "part": "all"}
     else:
         fields["part"] = "validation"

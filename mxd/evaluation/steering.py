@@ -134,7 +134,7 @@ def _axes(rated: Mapping[str, Any]) -> str:
 def _judged(judge: str, one: Mapping[str, Any]) -> str:
     return (
         f"  judged by {judge}: {_axes(one)}; of {one['asked']} answers {one['failures']} failed "
-        f"{one['reasons'] or ''}; {one['disagreements']} units with answers that disagree"
+        f"{one['reasons'] or ''}; {plural(one['disagreements'], 'unit')} with answers that disagree"
     )
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from mxd.common.errors import MxdError
+from mxd.common.settings import Frozen
 from mxd.layers.sparsity import SPARSITIES, AnySparsity, Sparsity, TopKConfig
 
 if TYPE_CHECKING:
@@ -77,10 +78,8 @@ def transcoder_params(d_in: int, d_out: int, width: int) -> int:
     return width * (d_in + 1) + width * d_out + d_out
 
 
-class ReplacementConfig(BaseModel, ABC):
+class ReplacementConfig(Frozen, ABC):
     """Fields common to all methods. ``None`` means: take it from the base MLP, or size it to the budget."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     reads: ClassVar[Literal["mlp_in", "mlp_out"]] = "mlp_in"
     """Which tensor the layer is given: the MLP's input, or (autoencoders) its output."""

@@ -43,6 +43,9 @@ METRICS = {
 }
 """Every number that people are shown, by the file that holds it."""
 
+RESULTS = (*METRICS, "tuned")
+"""The results that a run's folder may hold, each in a JSON file of its name."""
+
 
 def explained(metrics: Iterable[Metric]) -> str:
     """Return the explanations of some metrics as one line of Markdown."""

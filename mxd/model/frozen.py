@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
+from mxd.common.numbers import plural
 from mxd.layers import MLPShape, MLPWeights
 from mxd.model.families import mlp_shape, mlp_slot, mlp_weights, mlp_widths, unwrap
 
@@ -62,7 +63,7 @@ class FrozenModel:
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
-        about = f"{self.num_blocks} blocks, width {self.mlp_widths(0)[0]}, {self.dtype} on {self.device}"
+        about = f"{plural(self.num_blocks, 'block')}, width {self.mlp_widths(0)[0]}, {self.dtype} on {self.device}"
         return f"FrozenModel {self.source}: {type(self.module).__name__}, {about}"
 
     @property

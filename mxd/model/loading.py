@@ -285,10 +285,10 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
             raise
         if not isinstance(error, _EXPECTED) and _is_ours(error):
             raise
-        reason = first_line(error)
+        reason = first_line(error).rstrip(".")
         if not isinstance(error, _EXPECTED):
             reason = f"transformers cannot read its files ({type(error).__name__}: {reason})"
-        hint = _CHOICES if isinstance(error, OSError) else ""
+        hint = _CHOICES if isinstance(error, OSError) else "."
         here = "" if os.path.exists(name) or name in BUNDLED else "there is no folder of that name here, and the Hub: "
         raise MxdError(f"cannot load base model {name!r}: {here}{part}{reason}{hint}") from error
     finally:
@@ -297,7 +297,7 @@ def _explained(name: str, part: str = "") -> Iterator[None]:
 
 
 _CHOICES = (
-    f"\nExpected a bundled name ({', '.join(BUNDLED)}), a local folder with a config.json, a .gguf file, or a "
+    f"; expected a bundled name ({', '.join(BUNDLED)}), a local folder with a config.json, a .gguf file, or a "
     "Hub id that is cached or reachable (for private or gated models: `hf auth login`)."
 )
 _EXPECTED = (OSError, ValueError, RuntimeError, MemoryError, SafetensorError)

@@ -3,6 +3,7 @@
 from functools import singledispatch
 
 from mxd.common.markdown import grid, literal
+from mxd.common.numbers import plural
 from mxd.report.parts import (
     Browser,
     Cell,
@@ -114,7 +115,7 @@ def _(part: Source) -> str:
 @as_markdown.register
 def _(part: Browser) -> str:
     units = sum(len(layer["units"]) for layer in part.data["sets"])
-    return f"The page shows contexts of {units:,} units; units.json holds them."
+    return f"The page shows contexts of {plural(units, 'unit')}; units.json holds them."
 
 
 def _cell(cell: Cell) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import get_args
 
@@ -36,7 +37,7 @@ SECTIONS = (
 """The files in ``sections/`` in the order of the page; each is shown where the run holds what it needs."""
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
+def write_report(folder: str | PathLike[str], out: str | PathLike[str] | None = None) -> tuple[Path, Path]:
     """Write the report of whatever is in a run's folder.
 
     Args:

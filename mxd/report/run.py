@@ -9,8 +9,8 @@ from typing import Any
 from mxd.artifacts.folders import find_layers, read_layer
 from mxd.common.errors import MxdError
 from mxd.common.parsing import parse_json
+from mxd.metrics import RESULTS
 from mxd.metrics.faithful import NMSE
-from mxd.questions import RESULTS
 from mxd.report.replacements import Layer, Replacement, other_replacement, own_replacements
 from mxd.report.source import Node, read_document
 

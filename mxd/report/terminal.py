@@ -327,7 +327,8 @@ def dropped_table(name: str, result: Mapping[str, Any]) -> Table:
 
 def subset_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
     """Yield what a layer does with a share of its active units, and how fast it decodes them."""
-    title = f"{name}: with a share of its active units, {result['texts']:,} texts; beside as many random active units"
+    texts = plural(result["texts"], "text")
+    title = f"{name}: with a share of its active units, {texts}; beside as many random active units"
     metrics = SUBSET[: SUBSET.index(RANDOM_NMSE)]  # the file and the page have the rest
     table = Table("chosen at", *(metric.title for metric in metrics), title=title, title_justify="left")
     for mode, found in result["modes"].items():
@@ -368,7 +369,8 @@ def rewrite_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     """Yield what each way of rewriting does, layer by layer; what is gained over blind; and how well cells are told."""
     for name, result in results.items():
         target = result["cells"][result["target"]]
-        title = f"{name}: outputs rewritten for {target['label']}, {target['group']}; {target['measured']} texts of it"
+        texts = plural(target["measured"], "text")
+        title = f"{name}: outputs rewritten for {target['label']}, {target['group']}; {texts} of it"
         yield _metrics_table(title, {WAYS[way]: found for way, found in result["ways"].items()}, REWRITTEN, "outputs")
         cells = (f"{cell['label']}, {cell['group']}" for cell in result["cells"])
         table = Table("outputs", "strength", *cells, title="accuracy on each cell", title_justify="left")

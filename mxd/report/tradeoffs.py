@@ -109,15 +109,25 @@ def _panel(results: Results, x: Quantity, y: Metric, keys: Keys, joined: bool, f
     if not points:
         return None
     across = _axis(x.label, (p.x for p in points), x.log, x.ticks)
-    return lines(y.label, across, _axis(y.label, (p.y for p in points)), drawn)
+    bars = [p.low for p in points if p.low is not None]
+    return lines(y.label, across, _axis(y.label, (p.y for p in points), bars=bars), drawn)
 
 
-def _axis(label: str, values: Iterable[float], log: bool = False, ticks: Sequence[float] | None = None) -> Axis:
-    """Return a logarithmic axis where that is asked for or values span more than a decade, else one from zero."""
+def _axis(
+    label: str,
+    values: Iterable[float],
+    log: bool = False,
+    ticks: Sequence[float] | None = None,
+    bars: Sequence[float] = (),
+) -> Axis:
+    """Return a logarithmic axis where that is asked for or values span more than a decade, else one from zero.
+
+    Where values, or the lower ends of their bars, are negative, it begins below them.
+    """
     known = list(values)
     if min(known) > 0 and (log or max(known) / min(known) > DECADE):
         return Axis(label, "log", ticks)
-    return Axis(label, "linear", ticks, low=min(0.0, *known))
+    return Axis(label, "linear", ticks, low=0.0 if min([*known, *bars]) >= 0 else None)
 
 
 def _figure(

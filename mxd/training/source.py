@@ -1,6 +1,6 @@
 """The batches a run trains on: read from the cache its config names, else recorded live from the base model."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from mxd.data.exchange import RankPart
 from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
 from mxd.data.store import Location
-from mxd.data.text import documents, text_hash
+from mxd.data.text import MEMORY, documents, held_out, in_memory, text_hash
 from mxd.layers import Covariance
 from mxd.model.frozen import FrozenModel, Record
 from mxd.model.loading import load_frozen
@@ -169,6 +169,51 @@ def text_contexts(
         if wanted > tokens:
             say_once(f"The text holds {tokens:,} tokens, so {wanted:,} of training are {wanted / tokens:.1f} epochs.")
     return contexts
+
+
+def own_documents(config: RunConfig, base: FrozenModel, text: Any, split: str | None = None) -> Iterable[str] | None:
+    """Return the documents of a run's text that Python code holds; ``None`` where it holds none.
+
+    Args:
+        config: the run.
+        base: its base model.
+        text: as for ``in_memory``.
+        split: another one than the run's.
+
+    Raises:
+        MxdError: as ``in_memory``.
+    """
+    if text is None:
+        return None
+    data = config.data
+    return in_memory(text, split or data.split, data.column, config.seed, data.part, base.tokenizer)
+
+
+def check_held_out(config: RunConfig, base: FrozenModel, text: Any = None) -> None:
+    """Refuse text whose held-out side is less than one context, before layers are trained that could not be evaluated.
+
+    Args:
+        config: the run; with a cache, or on another split than ``train``, nothing is known of held-out text.
+        base: its base model.
+        text: what Python code holds; what may be read only once is left alone.
+
+    Raises:
+        MxdError: it is.
+    """
+    data = config.data
+    if data.cache is not None or data.split != "train" or base.tokenizer is None:
+        return
+    held: Iterable[str] | None = None
+    if text is None:
+        held = held_out(data.source, data.column, base.tokenizer)
+    elif isinstance(text, Sequence) or (isinstance(text, Mapping) and "validation" in text):
+        held = own_documents(config, base, text, "validation")
+    if held is not None and next(token_contexts(iter(held), base.tokenizer, data.context, data.bos)(0), None) is None:
+        raise MxdError(
+            f"the held-out side of {MEMORY if text is not None else repr(data.source)} is less than one context of "
+            f"{data.context:,} tokens, so what is trained could not be evaluated; lower data.context, give more text, "
+            "or say what is held out (docs/text.md)."
+        )
 
 
 def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: RankPart) -> Iterator[Batch]:

@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from mxd.training.loop import Loop
 from mxd.training.metrics import Metrics
 from mxd.training.phases import Phase, phases
 from mxd.training.saving import Saver
-from mxd.training.source import activation_stream, load_base, text_contexts
+from mxd.training.source import activation_stream, check_held_out, load_base, own_documents, text_contexts
 from mxd.training.state import RUN_FILE, load_state, run_of
 from mxd.training.step import new_trainee
 
@@ -42,7 +42,7 @@ def train(
     model: Any = None,
     groups: int | None = None,
     shard: bool = False,
-    text: Iterable[str] | None = None,
+    text: Any = None,
     overwrite: bool = False,
 ) -> Path:
     """Train every replacement of a run and write them under ``config.folder``.
@@ -56,7 +56,7 @@ def train(
         model: a loaded base model, used in place of ``config.model.source``.
         groups: groups of processes, each of which trains replacements of its own (``parallel_layout``).
         shard: divide weights, gradients and moments among the processes of a group, for layers too large for one.
-        text: documents to read in place of ``config.data.source`` (``in_memory``).
+        text: what Python code holds to be read in place of ``config.data.source`` (``in_memory``).
         overwrite: delete what an earlier run left in the folder, once it is known that this one can begin.
 
     Returns:
@@ -86,28 +86,36 @@ def _train(
     processes: Processes,
     groups: int | None,
     shard: bool,
-    text: Iterable[str] | None,
+    text: Any,
     overwrite: bool,
 ) -> Path:
     from accelerate import Accelerator
+    from accelerate.tracking import get_available_trackers
 
+    trackers = list(config.training.trackers)
+    there = {tracker.value for tracker in get_available_trackers()}
+    if missing := [name for name in trackers if name not in there]:  # accelerate would only warn
+        raise MxdError(f"training.trackers: {', '.join(missing)} is not installed; pip install {typed(*missing)}")
     try:
-        accelerator = Accelerator(log_with=list(config.training.trackers) or None, project_dir=config.folder)
+        accelerator = Accelerator(log_with=trackers or None, project_dir=config.folder)
     except (ValueError, ImportError) as error:
-        raise MxdError(f"cannot use trackers {list(config.training.trackers)}: {error}") from error
+        raise MxdError(f"cannot use trackers {trackers}: {error}") from error
     keep_freed_memory()
     if config.training.deterministic:  # cuBLAS reads it when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     config, plan = prepare(config, model, processes, groups, shard)
     base = load_base(config, model)
-    if overwrite:
-        with processes.together():
+    with processes.together():
+        if not resume:
+            check_held_out(config, base, text)
+        own = own_documents(config, base, text)
+        if overwrite:
             if config.data.cache is None:
-                text_contexts(config, base, None, text)  # raises what would end the new run
+                text_contexts(config, base, None, own)  # raises what would end the new run
             if processes.first:
                 clear(config.folder)
     with _products(config.training.tf32), _repeatable(config.training.deterministic):
-        for phase in phases(config, base, plan, processes, resume, text):
+        for phase in phases(config, base, plan, processes, resume, own):
             _train_phase(phase, config, base, accelerator, processes, resume, shard)
     return config.folder
 

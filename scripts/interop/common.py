@@ -11,7 +11,7 @@ from torch import Tensor
 def check(work: Path, name: str, got: Tensor, expected: Tensor, limit: float = 0.0) -> None:
     """Compare two tensors; print and note the largest difference, which must not exceed ``limit``."""
     same_shape = got.shape == expected.shape
-    difference = float((got.double() - expected.double()).abs().max()) if same_shape else float("nan")
+    difference = float((got.double() - expected.double()).detach().abs().max()) if same_shape else float("nan")
     ok = difference <= limit
     print(f"{'ok    ' if ok else 'FAILED'} {name}: largest difference {difference:.3g} (limit {limit:.3g})", flush=True)
     with (work / "checks.jsonl").open("a") as file:

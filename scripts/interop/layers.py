@@ -35,7 +35,7 @@ def write_cases(work: Path, tool: str, layers: Sequence[int] = (2,), jumprelu: b
             x, y = batch.sites[layer]
             config = TranscoderConfig(num_units=UNITS, skip=skip, sparsity=TopKConfig(k=K))
             built = train(config.resolve(base.mlp_shape(layer)), x, y)
-            about = Provenance(model="tiny-gpt2", revision=None, layer=layer, fingerprint=base.fingerprint(layer))
+            about = Provenance(model="tiny-gpt2", revision=None, block=layer, fingerprint=base.fingerprint(layer))
             trained[f"{name}{layer}"] = Trained(built, about, Path())
         written = export_layers(trained, base, lambda: blocks, work / name, tool, jumprelu, tokens=16_384)
         if all(item.loss is None for item in written):
@@ -54,7 +54,7 @@ def write_cases(work: Path, tool: str, layers: Sequence[int] = (2,), jumprelu: b
 def train(config: TranscoderConfig, x: Tensor, y: Tensor) -> torch.nn.Module:
     """Return a transcoder trained for a moment, so that activations and sparsity are as in use."""
     layer = config.build().train()
-    layer.initialise(x.mean(0), y.mean(0), "transcoder")
+    layer.initialise(x.mean(0), y.mean(0))
     optimizer = torch.optim.Adam(layer.parameters(), lr=2e-3)
     for _ in range(60):
         optimizer.zero_grad()

@@ -66,7 +66,7 @@ def peer(work: Path) -> None:
 
 def push(layer: mxd.ReplacementLayer, x: torch.Tensor, seen: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the unit adds to the last token's output, by mxd's own account."""
-    return seen["values"][-1].max() * layer.unit_output(int(seen["unit"]), x)[0, -1]
+    return seen["activations"][-1].max() * layer.unit_output(int(seen["unit"]), x)[0, -1]
 
 
 if __name__ == "__main__":

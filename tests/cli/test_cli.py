@@ -136,38 +136,10 @@ def test_cache_and_train_from_it(config: Path, tmp_path: Path, capsys: pytest.Ca
     assert run("longer", "--data.cache", str(folder), "--training.tokens", "2048")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "nowhere.yaml"], "cannot read config"),
-        (["train", "CONFIG", "--training.nope", "1"], "fields here"),
-        (["train", "CONFIG", "--blocks", "[50]"], "out of range"),
-        (["train", "CONFIG", "--replacements.0.sparsity.k", "90000"], "k = 90000"),
-        (["train", "CONFIG", "--model.source", "no/such-model"], "cannot load base model 'no/such-model'"),
-        (["train", "CONFIG", "--data.source", "no/such-data"], "cannot load dataset"),
-        (["train", "CONFIG", "--data.column", "body"], "no column 'body'"),
-        (["train", "CONFIG", "--resume"], "nothing to resume"),
-        (["train", "CONFIG", "--data.cache", "nowhere"], "no activation cache at 'nowhere'; write one with: mxd cache"),
-        (["train", "CONFIG", "--data.cache", "mxd"], "no activation cache at 'mxd'"),
-        (["cache", "nowhere.yaml", "nowhere"], "cannot read config"),
-        (["cache", "CONFIG", "mxd"], "mxd exists and is not an activation cache; choose another folder"),
-        (["cache", "CONFIG", "CONFIG"], "exists and is not an activation cache"),
-        (["cache", "CONFIG", "CONFIG/below"], "Not a directory; choose another folder"),
-        (["cache", "CONFIG", "nowhere", "--blocks", "[50]"], "out of range"),
-        (["cache", "CONFIG", "CONFIG-cache", "--data.column", "body"], "no column 'body'"),
-        (["evaluate"], "at least one checkpoint"),
-        (["evaluate", "nowhere"], "no checkpoint"),
-        (["evaluate", "nowhere", "--tokens", "0"], "tokens: expected a number greater than 0, got '0'."),
-        (["info", "nowhere"], "no checkpoint"),
-    ],
-)
-def test_mistakes_end_in_one_clear_message(
-    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    code, _, err = mxd(capsys, *[w.replace("CONFIG", str(config)) for w in words])
-    assert code == 1
-    assert message in err
-    assert not Path("nowhere").exists()
+def test_numbers_of_options_are_written_as_those_of_configs() -> None:
+    _, bound, _ = app.parse_args("convert a b --to sparsify --tokens 10k --block 1e1 --context 1_000")
+    asked = bound.arguments
+    assert (asked["tokens"], asked["block"], asked["on"].context) == (10_000, 10, 1000)
 
 
 @pytest.mark.long

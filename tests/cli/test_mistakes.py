@@ -1,4 +1,4 @@
-"""Sixty mistakes of a new user: each ends in a message that says what to do, at once, and leaves nothing behind."""
+"""Eighty mistakes of a new user: each ends in a message that says what to do, at once, and leaves nothing behind."""
 
 import json
 import re
@@ -51,6 +51,7 @@ train c.yaml --data.split valid | unknown split 'valid' | Did you mean 'validati
 train c.yaml --evaluation.questions faithful | questions.0: expected faithfulness, | Did you mean 'faithfulness'?
 trian c.yaml | Did you mean "train"?
 evaluate done --token 5 | Did you mean --tokens?
+evaluate | give at least one checkpoint
 convert done out --to sparsfy | unknown format 'sparsfy' | Did you mean 'sparsify'?
 # values
 train c.yaml --replacements.0.sparsity.k two | replacements.0.sparsity.k: expected a whole number, got 'two'
@@ -74,6 +75,8 @@ train c.yaml --model.device gpu | device 'gpu' is not available; choose auto, cp
 train c.yaml --run ../x | run: expected letters, digits, '.', '_' and '-'
 train c.yaml --groups 0 | cannot make 0 groups; choose one of 1
 plan c.yaml --processes 0 | Must be >= 1
+evaluate done --tokens 0 | tokens: expected a number greater than 0, got 0
+evaluate done --context many | --context | expected a whole number, got 'many'
 steer done --scale nan | scale: expected a finite number, got 'nan'
 steer done --units 0- | --units is '0-'; expected numbers and ranges such as 3,17,40-49
 steer done --units 700 | has units 0 ... 639, got 700
@@ -83,6 +86,14 @@ train nowhere.yaml | cannot read config 'nowhere.yaml': No such file
 train c.yaml --model.source done/own | there is no folder 'done/own' here; expected a bundled name
 train c.yaml --data.source nowhere.txt | no text at 'nowhere.txt'; expected a file, a folder, or a pattern
 train c.yaml --data.source ./texts | there is no text './texts' here
+train c.yaml --data.source few.jsonl --data.split train | held-out side of 'few.jsonl' is less than one
+train c.yaml --data.cache nowhere | no activation cache at 'nowhere'; write one with: mxd cache
+train c.yaml --data.cache done | no activation cache at 'done'
+cache c.yaml done | done exists and is not an activation cache; choose another folder
+cache c.yaml c.yaml | c.yaml exists and is not an activation cache
+cache c.yaml c.yaml/below | Not a directory; choose another folder
+train c.yaml --model.source no/such-model | cannot load base model 'no/such-model'
+train c.yaml --data.source no/such-data | cannot load dataset | on the Hub (HF_HUB_OFFLINE is set); expected `bundled`
 train c.yaml --data.column body | no column 'body'; it has: text, source. Set data.column
 train c.yaml --out c.yaml | cannot write to c.yaml/new: Not a directory; choose another folder
 train c.yaml --run done --out . | done already holds a run, with other settings | data.split was 'train', is 'valid
@@ -100,6 +111,7 @@ mask done --scores few.jsonl | few.jsonl, line 1: no column 'score'; it has: tex
 export-model tiny-gpt2 done done | done exists and is not an empty folder
 export-model tiny-llama done new | was trained for block 1 of 'tiny-gpt2', and MODEL tiny-llama has
 # packages that are not there
+train c.yaml --training.trackers dvclive | training.trackers: dvclive is not installed; pip install dvclive
 evaluate done --lm-eval arc_easy | pip install 'mxd[lm-eval]'
 train c.yaml --model.source m.gguf | pip install 'mxd[gguf]'
 train c.yaml --model.dtype int8 | pip install 'mxd[bnb]'
@@ -115,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "c.yaml").write_text(CONFIG)
     (place / "few.jsonl").write_text("".join(json.dumps({"text": f"The President is {i}."}) + "\n" for i in range(60)))
     (place / "m.gguf").write_bytes(b"GGUF")
-    text = ["--data.source", str(place / "few.jsonl"), "--data.split", "train"]
+    text = ["--data.source", str(place / "few.jsonl"), "--data.split", "train", "--data.context", "8"]
     train(load_config(place / "c.yaml", ["--out", str(place), "--run", "done", *text]))
     return place
 
@@ -133,6 +145,7 @@ def test_a_mistake_ends_in_a_message(
     told = " ".join(err.replace("│", " ").split())
     assert code in (1, 2) and [part for part in parts if part not in told] == [], told
     assert not [word for word in JARGON if word in told], told
+    assert "cannot load" not in told or err.partition("mxd: ")[2].count("\n") == 1, "one line"
     assert sorted(folder.rglob("*")) == before
 
 

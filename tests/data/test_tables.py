@@ -65,7 +65,7 @@ def test_a_json_file_holds_one_array_or_a_row_in_each_line(tmp_path, mark):
     ("name", "text", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "line 3: expected an object with fields, got list"),
-        ("b.jsonl", b'{"text": "a"}\n{"te', "line 2: Unterminated string"),
+        ("b.jsonl", b'{"text": "a"}\n{"te', r"line 2: Unterminated string starting, column 2\Z"),
         ("c.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2: 'utf-8' codec can't decode"),
         ("d.jsonl", b'{"n": ' + b"9" * 40 + b"}", "line 1: it holds the whole number 9+..., which is too large"),
         ("e.jsonl", b'{"n": ' * 50_000, "line 1: it is nested too deeply"),

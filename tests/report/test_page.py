@@ -16,9 +16,8 @@ from full_run import EVIL, fill, replacements
 
 from mxd.common.errors import MxdError
 from mxd.common.files import write_json
-from mxd.metrics import METRICS
+from mxd.metrics import RESULTS
 from mxd.metrics.judged import STEERING
-from mxd.questions import RESULTS
 from mxd.report.page import SECTIONS, build_sections, write_report
 from mxd.report.parts import NOTHING
 from mxd.report.replacements import Replacement, usual
@@ -137,7 +136,6 @@ def test_a_section_file_or_a_named_number_belongs_to_the_page():
     """The page finds the section of a new question by its name; this finds one with another name."""
     files = Path(faithfulness.__file__).parent.glob("*.py")
     assert sorted(path.stem for path in files) == sorted(["__init__", *SECTIONS])
-    assert set(METRICS) <= set(RESULTS)
 
 
 def test_text_from_outside_is_shown_and_is_no_markup(page):

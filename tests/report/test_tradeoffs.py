@@ -11,7 +11,7 @@ import pytest
 from full_run import fill
 from variants import CASES, parse
 
-from mxd.report import svg
+from mxd.report import svg, tradeoffs
 from mxd.report.figures import OTHERS, PALETTE, STYLES
 from mxd.report.markers import OUTLINES, marker
 from mxd.report.parts import Key, slots
@@ -99,6 +99,15 @@ def test_a_logarithmic_axis_has_some_numbers_however_short(high, ticks):
     points = [svg.Point(x, 1.0) for x in (1.0, high)]
     panel = svg.lines("y", svg.Axis("x", "log"), svg.Axis("y"), [svg.Line(key, points)])
     assert len(re.findall(r'class="t xl"', panel.drawing)) == ticks
+
+
+@pytest.mark.parametrize(
+    ("values", "bars", "low"),
+    [([0.01, 0.02], [0.0], 0.0), ([0.01, -0.002], [], None), ([0.01, 0.02], [-0.001], None)],
+    ids=["above", "value", "bar"],
+)
+def test_an_axis_begins_at_zero_or_below_what_is_negative(values, bars, low):
+    assert tradeoffs._axis("y", values, bars=bars) == svg.Axis("y", "linear", low=low)
 
 
 def test_a_line_whose_points_are_not_marked_has_a_few_markers_elsewhere_than_its_neighbours():

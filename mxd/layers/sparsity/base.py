@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from mxd.common.processes import ALONE, Processes
+from mxd.common.settings import Frozen
 from mxd.layers.gates import Code, Gate
 from mxd.ops import CandidateDtype, Selection
 
@@ -93,10 +93,8 @@ class Sparsity(nn.Module, ABC):
         return Code(activations, indices, selection=selection)
 
 
-class SparsityConfig(BaseModel, ABC):
+class SparsityConfig(Frozen, ABC):
     """Fields common to all kinds: none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     general: ClassVar[bool] = True
     """Whether it works with every method whose gate gives one score for each unit (one head)."""

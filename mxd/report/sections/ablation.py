@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from mxd.common.numbers import plural
 from mxd.metrics.dropped import ABLATION, POLYSEMANTICITY, POLYSEMANTICITY_RANDOM
 from mxd.metrics.metric import Metric
 from mxd.metrics.units import RATE
@@ -64,7 +65,7 @@ def _units(result: Node) -> Cell:
 
 
 def _named(replacement: Replacement, result: Node) -> str:
-    return f"{replacement.label}, {_units(result).text} units"
+    return f"{replacement.label}, {plural(result['num_units'].number(), 'unit')}"
 
 
 def _by_units(results: Results) -> Figure:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mxd.common.numbers import plural
 from mxd.metrics.whole import AGREED, AGREED_SE, MATCH
 from mxd.report.parts import (
     Cell,
@@ -36,8 +37,8 @@ def section(run: Run) -> Section | None:
     first = results[0][1]
     prompts, new_tokens = int(first["prompts"].number()), int(first["new_tokens"].number())
     lead = (
-        f"Greedy continuations of {prompts:,} prompts, {new_tokens} tokens each, by the base model and with each "
-        "replacement spliced in. One early difference changes everything after it."
+        f"Greedy continuations of {plural(prompts, 'prompt')}, {plural(new_tokens, 'token')} each, by the base model "
+        "and with each replacement spliced in. One early difference changes everything after it."
     )
     parts: list[Part] = [_curves(results), _table(results, new_tokens), *_diffs(usual(results))]
     return Section("generation", "Generation", lead, parts)

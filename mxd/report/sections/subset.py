@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mxd.common.numbers import plural
 from mxd.metrics.dropped import KEPT_CE, KEPT_SHARE, SUBSET, SUBSET_MODES
 from mxd.metrics.faithful import CE_INCREASE
 from mxd.report.figures import PALETTE
@@ -26,7 +27,7 @@ def section(run: Run) -> Section | None:
         "of a text's first half for its second, or of a corpus for other texts; the rest is switched off. Units are "
         "specialised where few suffice, and far fewer than random ones. Look at “mass”, too: where the activations are "
         "concentrated in the kept units, the others were idle. "
-        f"{first['texts'].number():,.0f} texts, {first['tokens'].number():,.0f} tokens."
+        f"{plural(first['texts'].number(), 'text')}, {plural(first['tokens'].number(), 'token')}."
     )
     parts: list[Part] = [_figure(shown), *(_table(replacement, result) for replacement, result in shown)]
     parts += [_decoding(shown)] if any(list(result["decoding"]) for _, result in shown) else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mxd.common.numbers import plural
 from mxd.metrics.masks import (
     BY_CHANCE,
     EXPECTED_MAX,
@@ -38,10 +39,10 @@ def section(run: Run) -> Section | None:
     prompts = found["prompts"]
     toxic, other, samples = prompts["toxic"].number(), prompts["other"].number(), found["samples"].number()
     lead = (
-        f"Units that follow a score are switched off; {toxic:,.0f} prompts that score above 0.5 and {other:,.0f} "
-        f"others are continued {samples:.0f} times each, and what is written is scored by {found['scorer'].text()}. A "
-        "mask that breaks the model also lowers the score: so held-out text and tasks stand beside it, and as many "
-        "random units. After Monet, section 5.3."
+        f"Units that follow a score are switched off; {plural(toxic, 'prompt')} with a score above 0.5 and "
+        f"{plural(other, 'other')} are continued {plural(samples, 'time')} each, and what is written is scored by "
+        f"{found['scorer'].text()}. A mask that breaks the model also lowers the score: so held-out text and tasks "
+        "stand beside it, and as many random units. After Monet, section 5.3."
     )
     parts: list[Part] = [_figure(results), _table(results)]
     parts += [part for replacement, result in usual(results) for part in _diffs(replacement, result)]

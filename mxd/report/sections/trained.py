@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from mxd.common.numbers import plural
 from mxd.report.parts import Cell, Column, Facts, Part, Section, Source, Table, Text
 from mxd.report.replacements import Layer
 from mxd.report.run import Run
@@ -30,11 +31,12 @@ def section(run: Run) -> Section | None:
         parts.append(Source("config.yaml, whole", run.config))
     models = sorted({layer.provenance.model for layer in run.layers})
     methods = dict.fromkeys(layer.config.label for layer in _ordered(run))
-    numbers = ", ".join(map(str, sorted({layer.provenance.block for layer in run.layers})))
+    numbers = sorted({layer.provenance.block for layer in run.layers})
+    many = "s" if len(numbers) > 1 else ""
     lead = (
-        f"{len(run.layers)} replacement{'s' if len(run.layers) > 1 else ''} ({', '.join(methods)}) for the MLP of "
-        f"block {numbers} of {', '.join(models)}. The base model stays frozen; a replacement learns to give the MLP's "
-        "output from its input."
+        f"{plural(len(run.layers), 'replacement')} ({', '.join(methods)}) for the MLP{many} of block{many} "
+        f"{', '.join(map(str, numbers))} of {', '.join(models)}. The base model stays frozen; a replacement learns to "
+        "give the MLP's output from its input."
     )
     return Section("trained", "What was trained", lead, parts)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mxd.common.numbers import plural
 from mxd.metrics.faithful import NMSE
 from mxd.report.parts import Figure, Part, Section, slots
 from mxd.report.run import Run
@@ -34,7 +35,8 @@ def section(run: Run) -> Section | None:
         "in metrics.jsonl. After figure 22 of the MxD paper, which sets fixed K beside random K."
     )
     parts: list[Part] = [Figure(title, panels, list(keys.values()))]
-    lead = f"{len(known)} replacements, trained side by side on one stream of activations: {end:,.0f} tokens."
+    how = "trained side by side" if len(known) > 1 else "trained"
+    lead = f"{plural(len(known), 'replacement')}, {how} on one stream of activations: {end:,.0f} tokens."
     return Section("training", "Training", lead, parts)
 
 
