@@ -15,7 +15,6 @@ from mxd.cli.shared import (
     HeldOut,
     LmEval,
     OutFile,
-    Whole,
     app,
     check_checkpoints,
     configured,
