@@ -32,6 +32,8 @@ from mxd.report.sections import (
     similarity,
     steering,
     structure,
+    toxicity,
+    under_mask,
     units,
     whole,
 )
@@ -415,6 +417,24 @@ def test_a_masks_own_domain_stands_beside_the_others_and_random_units(run):
     assert alt.endswith(f"own domain 0.25, mean of the others {NOTHING}, own domain, random units 0.0625.")
     assert [[cell.shade for cell in row[2:]] for row in table.rows] == [[9, 0], [0, 4]]
     assert [[cell.marked for cell in row[2:]] for row in table.rows] == [[True, False], [False, True]]
+
+
+def test_each_mask_has_its_own_numbers(run):
+    _, table, *_ = toxicity.section(read_run(run)).parts
+    ways = [(row[1].text, row[2].text, "/".join(row[5].source.split("/")[-4:-1])) for row in table.rows[:6]]
+    assert [count for _, count, _ in ways] == [NOTHING, NOTHING, "3", "3", "9", "9"]
+    assert ways[2][::2] == ("correlation 0.2", "masked/0/toxic")
+    assert ways[5][::2] == ("as many as 0.1, random", "control/1/toxic")
+    left, *_ = under_mask.section(read_run(run)).parts
+    assert [row[2].text for row in left.rows[:2]] == ["+0.1250 ± 0.0625", "+0.2500"]
+
+
+def test_dead_and_shared_units_are_counted_and_the_busiest_are_listed(run):
+    result = read_run(run).results("units")[0][1]
+    _, table, *_ = units.section(read_run(run)).parts
+    share = result["dead"].number() / len(result["rates"].value)
+    assert [cell.text for cell in table.rows[0][2:5]] == ["1", f"{share:.1%}", "3 (99%)"] and share < 0.01
+    assert units._listed(Node({"rates": [0.1, 0.5, 0.3, 0.9]}, "f.json"), {0}, 3) == [0, 1, 3]
 
 
 def test_shares_are_those_after_so_many_tokens(run):
