@@ -86,6 +86,10 @@ class DataConfig(Settings):
     """Read the cache in another order: this many shards mixed at a time, drawn from the seed, epoch after epoch, in
     batches of any size. 0: in the order that it was written in, for the same seed and batch size."""
 
+    forward_tokens: Count = 4096
+    """Tokens that the base model runs over at a time. On a GPU 16,384 or more take fewer launches; activations are the
+    same up to rounding."""
+
     @model_validator(mode="after")
     def _mixes_a_cache(self) -> "DataConfig":
         if self.mix_shards and self.cache is None:
@@ -94,8 +98,8 @@ class DataConfig(Settings):
 
     @property
     def forward_contexts(self) -> int:
-        """Contexts that the base model runs over at a time: about 4,096 tokens."""
-        return max(1, 4096 // self.context)
+        """Contexts that the base model runs over at a time: about ``forward_tokens``."""
+        return max(1, self.forward_tokens // self.context)
 
 
 class SizingConfig(Settings):
@@ -152,6 +156,11 @@ def _parts(value: Any) -> Any:
     return value
 
 
+def _tf32(value: Any) -> Any:
+    """Take YAML's ``off``, which is a truth value, and what earlier versions wrote."""
+    return {True: "all", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Tracker = Literal["tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab"]
 
 
@@ -181,9 +190,10 @@ class TrainingConfig(Settings):
     """Dtype that all pre-activations are first computed in. ``bfloat16``: the 2 K + 16 largest are computed again in
     float32, K of them chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: ``bfloat16``
     where the device has instructions for it. Training only."""
-    tf32: bool = False
-    """Let CUDA round the inputs of float32 products to TF32 (10 bits), except where candidates are computed in
-    bfloat16, whose choice is float32's; nothing changes elsewhere."""
+    tf32: Annotated[Literal["off", "encoder", "all"], BeforeValidator(_tf32)] = "off"
+    """Which float32 products a GPU takes of inputs rounded to TF32 (10 bits). ``encoder``: in training steps those of
+    dense encoders and what reads them, forward and backward. ``all``: the base model's, too. Which units are chosen is
+    computed in float32 in any case."""
     deterministic: bool = False
     """Let PyTorch use deterministic operations only, so that a run on a GPU gives the same bits twice; slower there. On
     a CPU it does so in any case (docs/determinism.md)."""

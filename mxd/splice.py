@@ -149,15 +149,21 @@ class _TokenIds:
 class SplicedMLP(nn.Module):
     """A replacement in an MLP's place; at tokens ``base_at``, and for layers that read it, the base MLP runs."""
 
+    base_at: Int[Tensor, " ids"]
     masked: Bool[Tensor, " units"] | None
 
     def __init__(
-        self, layer: nn.Module, base: nn.Module, base_at: Sequence[int], masked: Tensor | None, seen: _TokenIds
+        self,
+        layer: nn.Module,
+        base: nn.Module,
+        base_at: Int[Tensor, " ids"],
+        masked: Bool[Tensor, " units"] | None,
+        seen: _TokenIds,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.base = base
-        self.base_at = list(base_at)
+        self.register_buffer("base_at", base_at, persistent=False)
         self.register_buffer("masked", masked, persistent=False)
         self._seen = seen
 
@@ -167,7 +173,7 @@ class SplicedMLP(nn.Module):
         Raises:
             MxdError: with ``base_at``, the model was called without ``input_ids`` that match its hidden states.
         """
-        if not self.base_at:
+        if not len(self.base_at):
             return self._replaced(self.read(nn.Identity(), self.base)(x))
         base_out = self.base(x)
         out = self._replaced(self.read(x, base_out))
@@ -177,8 +183,7 @@ class SplicedMLP(nn.Module):
                 "a splice with base_at needs the model to be called with input_ids that match its hidden states; "
                 "leave base_at out to splice at every position."
             )
-        at_base = torch.isin(ids, torch.tensor(self.base_at, device=ids.device))
-        return torch.where(at_base.unsqueeze(-1).to(x.device), base_out, out)
+        return torch.where(torch.isin(ids, self.base_at).unsqueeze(-1), base_out, out)
 
     def read(self, x: T, y: T) -> T:
         """Return which of the two the replacement reads (``ReplacementLayer.read``); other modules read the first."""
@@ -213,8 +218,9 @@ class Splice:
             check_siblings(provenance for _, provenance in prepared.values() if provenance is not None)
         masked = {number: _masked(units, number, self.layers) for number, units in (mask or {}).items()}
         self._seen = _TokenIds()
+        at = torch.tensor(list(base_at), dtype=torch.int64, device=model.device)
         self._modules = {
-            number: SplicedMLP(layer, model.mlp(number), base_at, masked.get(number), self._seen)
+            number: SplicedMLP(layer, model.mlp(number), at, masked.get(number), self._seen)
             for number, layer in self.layers.items()
         }
 
@@ -320,6 +326,6 @@ def _masked(units: Sequence[int], number: int, layers: Mapping[int, nn.Module]) 
         raise MxdError(f"mask: block {number} has units 0 ... {layer.num_units - 1}, got {wrong[0]}.")
     if not units:
         return None
-    masked = torch.zeros(layer.num_units, dtype=torch.bool, device=layer.bias.device)
+    masked = torch.zeros(layer.num_units, dtype=torch.bool)
     masked[list(units)] = True
-    return masked
+    return masked.to(layer.bias.device)

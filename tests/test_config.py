@@ -132,8 +132,12 @@ def test_recipes_and_their_overrides() -> None:
         (["--seed", "3", "--seed", "4"], lambda c: c.seed == 4),
         (["--data.source", "bundled:sotu"], lambda c: c.data.source == "bundled:sotu"),
         (["--data.cache", "some/folder"], lambda c: c.data.cache == "some/folder"),
+        (["--data.forward-tokens", "16384"], lambda c: c.data.forward_contexts * c.data.context == 16384),
+        (["--data.forward-tokens", "1"], lambda c: c.data.forward_contexts == 1),
         (["--training.candidates", "bfloat16"], lambda c: c.training.candidates == "bfloat16"),
-        (["--training.tf32", "true"], lambda c: c.training.tf32 is True),
+        (["--training.tf32", "encoder"], lambda c: c.training.tf32 == "encoder"),
+        (["--training.tf32", "off"], lambda c: c.training.tf32 == "off"),  # a truth value in YAML
+        (["--training.tf32", "true"], lambda c: c.training.tf32 == "all"),  # as earlier versions wrote it
     ],
 )
 def test_overrides(words: list[str], check) -> None:
@@ -210,7 +214,7 @@ def test_bad_files_and_overrides(tmp_path: Path, text: str, words: list[str], me
 def test_nothing_is_cached_or_rounded_in_the_result_unless_asked_for() -> None:
     for path in CONFIGS:
         config = load_config(path)
-        assert (config.data.cache, config.training.candidates, config.training.tf32) == (None, "auto", False)
+        assert (config.data.cache, config.training.candidates, config.training.tf32) == (None, "auto", "off")
 
 
 def test_a_config_is_frozen() -> None:

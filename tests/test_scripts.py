@@ -4,12 +4,15 @@ import importlib.util
 import json
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from pretend import pretended
 
 import mxd
 from mxd.common.errors import MxdError
@@ -108,6 +111,50 @@ def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_bench_gpu_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = run(monkeypatch, tmp_path, "bench_gpu", *["--device", "cpu", "--small", "--repeats", "1", "--windows", "1"])
     assert found["settings"]["candidates"] == "bfloat16"
+    rows = {name: part["rows"] for name, part in found["parts"].items()}
+    assert not any("error" in part for part in found["parts"].values())
+    assert rows.pop("trace") == [] and all(rows.values())  # there are no kernels to trace
+    assert rows["exact"][0]["furthest below"] < 1e-5
+    functions = {row["function"]: row["ms"] for row in rows["step"]}
+    assert {"proof", "dense encoder", "dense backward", "optimiser"} <= functions.keys()
+
+
+@pytest.mark.long
+def test_bench_gpu_tried_out_on_a_pretend_gpu() -> None:
+    """Nothing in it mixes devices; kernels, traces and memory are a real one's."""
+    module = script("bench_gpu")
+    args = Namespace(repeats=1, windows=1, base_dtype="bfloat16", candidates="bfloat16", tf32="encoder", triton=False)
+    with pretended() as gpu:
+        bench = module.Bench(gpu.device, module.SMALL, args)
+        for name in ("run", "step", "ceilings", "forwards", "topk", "exact"):
+            assert list(module.PARTS[name](bench)), name
+
+
+def test_a_part_of_bench_gpu_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    module, file, written = script("bench_gpu"), tmp_path / "found.json", []
+
+    def good(bench):
+        """Count."""
+        yield {"number": 1}
+        written.append(json.loads(file.read_text())["parts"] if file.exists() else None)
+        yield {"number": 2, "more": 3.0}
+
+    def bad(bench):
+        """Fail."""
+        yield {"number": 1}
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(module, "PARTS", {"first": bad, "second": good})
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", "--device", "cpu", "--small", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 1
+    found = json.loads(file.read_text())["parts"]
+    assert found["first"]["rows"] == [{"number": 1}]
+    assert found["first"]["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert found["second"] == {"rows": [{"number": 1}, {"number": 2, "more": 3.0}]}
+    assert list(written[0]) == ["first"]  # before the second part began
+    assert "first failed: OutOfMemoryError" in capsys.readouterr().out
 
 
 def test_bench_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -53,11 +54,18 @@ def product_speed(device: torch.device, dtype: torch.dtype = torch.float32, tf32
     n = 4096 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
+    with tf32_products(tf32):
+        return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+@contextmanager
+def tf32_products(on: bool = True) -> Iterator[None]:
+    """Let CUDA round the inputs of float32 products to TF32 in the ``with`` block; if not ``on``, nothing changes."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
-    settings.fp32_precision = "tf32" if tf32 else before
+    settings.fp32_precision = "tf32" if on else before
     try:
-        return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+        yield
     finally:
         settings.fp32_precision = before
 

@@ -380,9 +380,15 @@ def placed_as(model: Tensor | None, tensor: Tensor) -> Tensor:
 
 def local_device(device: str) -> str:
     """Return the device of this process: for ``auto`` or ``cuda``, each process takes another GPU."""
-    if "LOCAL_RANK" in os.environ and device in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-    return device
+    own = _own_gpu()
+    return device if own is None or device not in ("auto", "cuda") else f"cuda:{own}"
+
+
+def _own_gpu() -> int | None:
+    """Return the number of the GPU that belongs to this process of a launch, if there are GPUs."""
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        return None
+    return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
 
 
 @contextmanager
@@ -410,6 +416,8 @@ def launched(minutes: float = 10.0) -> Iterator[Processes]:
         yield _joined[-1] if _joined else known
         return
     limit = timedelta(minutes=minutes)
+    if (own := _own_gpu()) is not None:  # before anything opens a context, which would be one more on the first GPU
+        torch.cuda.set_device(own)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
         store, *_ = next(dist.rendezvous("env://", timeout=limit))

@@ -12,6 +12,7 @@ others the rows of the batches that it trains on. The batches do not depend on t
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -57,21 +58,21 @@ class Batch:
 @dataclass(frozen=True)
 class _Window:
     rows: Int[np.ndarray, "contexts context"]
-    counted: list[Int[np.ndarray, " _"]]
-    """The positions of each context that belong to the window."""
+    counted: Bool[np.ndarray, "contexts context"]
+    """Which positions belong to the window."""
     next: Cursor
     """Where the next window begins."""
 
     @property
     def tokens(self) -> int:
         """The number of its tokens."""
-        return sum(map(len, self.counted))
+        return int(self.counted.sum())
 
     def part(self, processes: Processes) -> "_Window":
         """Return the contexts that this process runs the base model over."""
         part = slice(*(len(self.rows) * r // processes.world for r in (processes.rank, processes.rank + 1)))
         if part.start == part.stop:  # fewer contexts than processes: run one to learn the widths, and keep nothing
-            return _Window(self.rows[:1], [self.counted[0][:0]], self.next)
+            return _Window(self.rows[:1], np.zeros_like(self.counted[:1]), self.next)
         return _Window(self.rows[part], self.counted[part], self.next)
 
 
@@ -85,8 +86,8 @@ def locating(contexts: Finite | Streamed) -> Callable[[Cursor], Cursor]:
     return located
 
 
-Counts = Callable[[Int[np.ndarray, " context"]], Bool[np.ndarray, " context"]]
-"""Which positions of a context count."""
+Counts = Callable[[Int[np.ndarray, "contexts context"]], Bool[np.ndarray, "contexts context"]]
+"""Which positions of some contexts count."""
 
 WindowFilter = Callable[[Cursor, int], bool]
 """``accept(start, batches)``: whether the base model runs over a window, given its start and number of batches."""
@@ -203,60 +204,65 @@ def _plan(
         split: a context whose first ``start.offset`` counted positions belong to the window before.
         start: where the window begins.
         tokens: the counted positions of a whole window.
-        counts: tells which positions of a context count.
+        counts: tells which positions of some contexts count.
 
     Returns:
         The window, shorter where the text ends, ``None`` where it has ended; and a context that is split again.
     """
-    rows, counted = [], []
-    context, offset, missing = start.context, start.offset, tokens
-    useless = 0
-    while missing:
-        row = split if split is not None else next(source, None)
-        split = None
-        if row is None:
-            break
-        positions = np.flatnonzero(counts(row))[offset:]
-        useless = 0 if len(positions) or offset else useless + 1
-        if useless > MOST_USELESS:
-            raise MxdError(
-                f"{MOST_USELESS:,} contexts in a row hold nothing but excluded tokens; check "
-                "data.exclude_special and the text."
-            )
-        taken = positions[:missing]
-        rows.append(row)
-        counted.append(taken)
-        missing -= len(taken)
-        if len(taken) < len(positions):  # only part of it fits
-            split, offset = row, offset + len(taken)
-        else:
-            context, offset = context + 1, 0
-    if not rows:
+    ahead = source if split is None else chain([split], source)
+    first = next(ahead, None)
+    if first is None:
         return None, None
-    return _Window(np.stack(rows), counted, Cursor(context, offset)), split
+    ahead = chain([first], ahead)
+    rows: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
+    missing, useless = tokens, 0
+    # As many contexts at a time as are needed in any case, even if all of their positions count: none is read in vain.
+    while missing > 0 and (taken := list(islice(ahead, -(-missing // len(first))))):
+        part = np.stack(taken)
+        count = counts(part)
+        for useful in count.max(axis=1).tolist():
+            useless = 0 if useful else useless + 1
+            if useless > MOST_USELESS:
+                raise MxdError(
+                    f"{MOST_USELESS:,} contexts in a row hold nothing but excluded tokens; check "
+                    "data.exclude_special and the text."
+                )
+        if not rows:
+            count[0, np.flatnonzero(count[0])[: start.offset]] = False
+        missing -= int(count.sum())
+        rows.append(part)
+        counted.append(count)
+    window, belongs = np.concatenate(rows), np.concatenate(counted)
+    end = Cursor(start.context + len(window))
+    if missing >= 0:
+        return _Window(window, belongs, end), None
+    last = np.flatnonzero(belongs[-1])  # more than are missing: only the last of the contexts can be split
+    belongs[-1, last[missing:]] = False
+    offset = len(last) + missing + (start.offset if len(window) == 1 else 0)
+    return _Window(window, belongs, replace(end, context=end.context - 1, offset=offset)), window[-1]
 
 
 def _fill(
     model: FrozenModel, record: Record, blocks: Sequence[int], window: _Window, forward_contexts: int
 ) -> WindowActivations:
     """Run the base model over a window and keep the counted positions' activations."""
-    total = sum(map(len, window.counted))
+    total, width = window.tokens, window.rows.shape[1]
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
-    kept_ids = torch.empty(total, dtype=torch.int64, device=model.device)
+    ids = torch.from_numpy(window.rows).to(model.device, torch.int64)
+    places = torch.from_numpy(np.flatnonzero(window.counted)).to(model.device)
     done = 0
-    for first in range(0, len(window.rows), forward_contexts):
-        rows = torch.from_numpy(window.rows[first : first + forward_contexts]).to(model.device, torch.int64)
-        counted = window.counted[first : first + forward_contexts]
-        flat = np.concatenate([i * rows.shape[1] + positions for i, positions in enumerate(counted)])
-        keep = torch.from_numpy(flat).to(model.device)
-        stop = done + len(flat)
-        kept_ids[done:stop] = rows.reshape(-1)[keep]
-        for block, pair in record(rows, blocks).items():
+    for first in range(0, len(ids), forward_contexts):
+        part = slice(first, first + forward_contexts)
+        stop = done + int(window.counted[part].sum())
+        keep = places[done:stop] - first * width
+        for block, pair in record(ids[part], blocks).items():
             if block not in buffers:
                 buffers[block] = tuple(torch.empty(total, t.shape[-1], device=t.device) for t in pair)  # type: ignore[assignment]
             for buffer, tensor in zip(buffers[block], pair, strict=True):
                 buffer[done:stop] = rearrange(tensor, "context position d -> (context position) d")[keep]
         done = stop
+    kept_ids = ids.reshape(-1)[places]
     for block, (x, y) in buffers.items():
         check_activations(block, x, y, kept_ids, model)
     return WindowActivations(kept_ids, buffers)

@@ -86,9 +86,10 @@ def cached_batches(
         del shards[0]
     for shard, file in zip(shards, _opened(store, shards, depth=2), strict=True):
         rows = shard.tokens // len(shard.ends)
+        means = _moved(file.means(blocks), device)
         for b in range(skip, len(shard.ends)):
             runs = [_Run(file, b * rows, (b + 1) * rows)]
-            yield _read(runs, blocks, file.means(blocks), shard.ends[b], device, part)
+            yield _read(runs, blocks, means, shard.ends[b], device, part)
         skip = 0
     if problem:
         raise MxdError(problem)
@@ -148,7 +149,7 @@ def mixed_batches(
         if take.group != group:
             group = take.group
             files = {m: next(opened) for m in take.members}
-            means = _mean({files[m]: int(lengths[m]) for m in take.members}, blocks)
+            means = _moved(_mean({files[m]: int(lengths[m]) for m in take.members}, blocks), device)
         runs += [_Run(files[m], low, high) for m, low, high in take.runs]
         if take.end is not None:
             yield _read(runs, blocks, means, replace(take.end, text=text), device, part)
@@ -174,14 +175,24 @@ def _read(
 
     def read(name: str) -> Tensor:
         pieces = [run.file.rows(name, run.begin, run.end) for run in runs]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(device)
+        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if torch.device(device).type != "cuda":
+            return rows.to(device)
+        return rows.pin_memory().to(device, non_blocking=True)  # the GPU fetches it between two steps, nobody waits
 
     return Batch(
         sites={block: (read(f"{block}.x").float(), read(f"{block}.y").float()) for block in blocks},
         ids=read("ids"),
-        means={block: (x.to(device), y.to(device)) for block, (x, y) in means.items()},
+        means=dict(means),
         cursor=end,
     )
+
+
+def _moved(
+    means: Mapping[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]], device: torch.device | str
+) -> dict[int, tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"]]]:
+    """Return block -> means on a device."""
+    return {block: (x.to(device), y.to(device)) for block, (x, y) in means.items()}
 
 
 def _rows_of(runs: Sequence[_Run], part: tuple[int, int]) -> list[_Run]:

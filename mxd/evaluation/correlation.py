@@ -73,7 +73,8 @@ class Correlation:
         means = torch.bincount(row, scores, texts) / tokens.clamp_min(1)
         apart = scores - means[row]
         apart[apart.abs() <= 1e-12 * means.abs().max()] = 0  # equal scores, up to rounding
-        self.squares.index_add_(0, code.indices.cpu().flatten(), code.activations.cpu().double().square().flatten())
+        code = code.cpu()
+        self.squares.index_add_(0, code.indices.flatten(), code.activations.double().square().flatten())
         self.within += float(apart.square().sum())
         first, counted = len(self.tokens), tokens > 0
         self.tokens = torch.cat([self.tokens, tokens[counted]])
@@ -131,9 +132,10 @@ def text_sums(
         units: number of units.
         weights: the weight of each token; 1 by default.
     """
-    values = code.activations.cpu().double()
+    code = code.cpu()
+    values = code.activations.double()
     values = values if weights is None else values * weights.unsqueeze(-1)
-    cells = row.unsqueeze(-1) * units + code.indices.cpu()
+    cells = row.unsqueeze(-1) * units + code.indices
     return values.new_zeros(texts * units).index_add_(0, cells.flatten(), values.flatten()).reshape(texts, units)
 
 

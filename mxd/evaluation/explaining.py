@@ -225,7 +225,8 @@ def _fired(
     parts: dict[str, list[Activations]] = {name: [] for name in layers}
     for batch in batches:
         for name, code, position in codes(model, layers, batch):
-            values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
+            code = code.cpu()
+            values, indices = code.activations.numpy(), code.indices.numpy()
             dense = np.zeros((len(chosen[name]), batch.size))
             for line, unit in zip(dense, chosen[name], strict=True):
                 line[position] = (values * (indices == unit)).sum(-1)

@@ -64,7 +64,8 @@ class IntervalSamples:
             context: the number of the context that each token is in.
             at: its position there.
         """
-        values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
+        code = code.cpu()
+        values, indices = code.activations.numpy(), code.indices.numpy()
         row, column = np.nonzero(values > 0)
         unit, value = indices[row, column], values[row, column]
         level, key = _level(value), self.rng.random(len(unit))

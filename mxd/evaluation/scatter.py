@@ -36,7 +36,8 @@ class Scatter:
             scores: the score of each.
         """
         self.tokens += len(scores)
-        activations, indices = code.activations.cpu().double(), code.indices.cpu()
+        code = code.cpu()
+        activations, indices = code.activations.double(), code.indices
         for unit in self.units:
             values = torch.where(indices == unit, activations, 0.0).sum(-1).numpy()
             self.active[unit] += int((values > 0).sum())

@@ -265,7 +265,8 @@ def _activations(
             for _, window in shown[context]:
                 mask[row, window] = True
         for _, code, position in codes(model, {"": trained}, text[numbers], mask):
-            values, indices = code.activations.cpu().numpy(), code.indices.cpu().numpy()
+            code = code.cpu()
+            values, indices = code.activations.numpy(), code.indices.numpy()
             rows, at = np.divmod(position, text.shape[1])
             for row, context in enumerate(numbers):
                 here = rows == row

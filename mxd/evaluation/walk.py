@@ -6,7 +6,7 @@ The base model runs once for all layers, and the blocks below a splice once for 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -212,12 +212,38 @@ class Estimate(Protocol):
         """Its standard error."""
 
 
-@dataclass
 class Mean:
     """A mean over tokens with a standard error that treats contexts, not tokens, as independent."""
 
-    totals: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    def __init__(self, totals: Sequence[float] = (), counts: Sequence[int] = ()) -> None:
+        """Begin with what some contexts sum up to.
+
+        Args:
+            totals: the sum of each context's values.
+            counts: how many tokens count in each.
+        """
+        self._totals, self._counts = list(totals), list(counts)
+        self._unread: list[Tensor] = []
+
+    @property
+    def totals(self) -> list[float]:
+        """The sum of the values of each context."""
+        self._read()
+        return self._totals
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens count in each context."""
+        self._read()
+        return self._counts
+
+    def _read(self) -> None:
+        """Take sums from the device that they were counted on, all at once: each reading waits for it."""
+        if self._unread:
+            totals, counts = torch.cat(self._unread, 1).tolist()
+            self._totals += totals
+            self._counts += map(int, counts)
+            self._unread = []
 
     @classmethod
     def of(cls, means: Sequence[float], counts: Sequence[int]) -> "Mean":
@@ -235,8 +261,7 @@ class Mean:
 
     def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
         """Count one value per position."""
-        self.totals += (values.double() * counted).sum(-1).tolist()
-        self.counts += counted.sum(-1).tolist()
+        self._unread.append(torch.stack([(values.double() * counted).sum(-1), counted.sum(-1).double()]))
 
     @property
     def value(self) -> float:
@@ -272,8 +297,9 @@ class CodeMoments:
 
     def count(self, code: Code) -> None:
         """Count the code of a batch of tokens."""
-        values, indices = code.activations.cpu().reshape(-1), code.indices.cpu().reshape(-1)
         self.tokens += len(code.activations)
+        code = code.cpu()
+        values, indices = code.activations.reshape(-1), code.indices.reshape(-1)
         self.sums.index_add_(0, indices, values.double())
         self.counts.index_add_(0, indices, (values > 0).long())
         self.maxima.scatter_reduce_(0, indices, values.float(), "amax")

@@ -23,7 +23,7 @@ from mxd.common.errors import MxdError
 from mxd.layers.config import Covariance, Initialisation, ReplacementConfig
 from mxd.layers.gates import Code, Gate
 from mxd.layers.losses import normalize, squared_error
-from mxd.ops import sparse_decode, topk_linear
+from mxd.ops import exact_products, sparse_decode, topk_linear
 
 T = TypeVar("T")
 
@@ -96,8 +96,9 @@ class ReplacementLayer(nn.Module, ABC):
         return hidden.reshape(*x.shape[:-1], hidden.shape[-1])
 
     def encode(self, x: Float[Tensor, "*batch d_in"]) -> Code:
-        """Return which units are active and how strongly."""
-        code: Code = self.sparsity(self._rows(x), self.gates)
+        """Return which units are active and how strongly; the choice is float32's, also where TF32 is allowed."""
+        with exact_products(x.device):
+            code: Code = self.sparsity(self._rows(x), self.gates)
         return code.reshape(x.shape[:-1])
 
     def dead_code(self, x: Float[Tensor, "*batch d_in"], dead: Bool[Tensor, " units"], k: int) -> Code:
@@ -119,7 +120,8 @@ class ReplacementLayer(nn.Module, ABC):
     @torch.no_grad()
     def begin_step(self, parts: Sequence[Float[Tensor, "*batch d_in"]]) -> None:
         """Let the sparsity see what the layer is about to read in one training step, part by part."""
-        self.sparsity.begin_step([self._rows(part) for part in parts], self.gates)
+        with exact_products(self.bias.device):
+            self.sparsity.begin_step([self._rows(part) for part in parts], self.gates)
 
     def at_bos(self, x: Float[Tensor, "*batch d_in"]) -> Bool[Tensor, "*batch"]:
         """Return where the input is that of BOS, up to ``BOS_RADIUS``, so that the output is the stored constant."""

@@ -57,6 +57,13 @@ class Code:
         """Return the code with some units switched off."""
         return self.with_activations(self.activations.masked_fill(units[self.indices], 0))
 
+    def cpu(self) -> "Code":
+        """Return the code on the CPU; where all units are listed, their numbers are not copied but counted there."""
+        activations = self.activations.cpu()
+        if not self.all_units:
+            return Code(activations, self.indices.cpu())
+        return Code(activations, torch.arange(activations.shape[-1]).expand(activations.shape), all_units=True)
+
     def zero(self) -> Float[Tensor, ""]:
         """Return zero in the dtype of the activations, on their device."""
         return self.activations.new_zeros(())
@@ -70,9 +77,8 @@ class Code:
         active = self.activations > 0
         if self.all_units:
             return active.reshape(-1, units).any(0)
-        seen = torch.zeros(units, dtype=torch.bool, device=active.device)
-        seen[self.indices[active]] = True
-        return seen
+        seen = torch.zeros(units, dtype=torch.uint8, device=active.device)
+        return seen.scatter_reduce_(0, self.indices.reshape(-1), active.reshape(-1).to(seen), "amax").bool()
 
 
 class PairCode(Code):

@@ -149,8 +149,9 @@ class FeatureLayer(ReplacementLayer):
         if code.all_units:
             ranges = pairwise((0, *widths))
             return tuple(code.activations[:, start:end] @ self.decoder[start:end] for start, end in ranges)
-        ends = torch.tensor(widths[:-1], device=code.indices.device)
-        levels = torch.bucketize(code.indices, ends, right=True)
+        levels = torch.zeros_like(code.indices)
+        for end in widths[:-1]:
+            levels += code.indices >= end
         parts = nested_decode(code.activations, code.indices, levels, self.decoder, len(widths), code.selection)
         return parts.unbind(1)
 

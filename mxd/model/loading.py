@@ -94,7 +94,7 @@ def wrap(source: Any, tokenizer: Any = None) -> FrozenModel:
     """Return a loaded Hugging Face model, a bridge or a module as a ``FrozenModel``, without changing it.
 
     Raises:
-        MxdError: its blocks have no usable MLP.
+        MxdError: its blocks have no usable MLP, or its weights lie on several devices.
     """
     if isinstance(source, FrozenModel):
         return source if tokenizer is None else replace(source, tokenizer=tokenizer)
@@ -111,6 +111,12 @@ def _wrap(module: nn.Module, tokenizer: Any, name: str, revision: str | None) ->
     commit = getattr(module.config, "_commit_hash", None) or revision
     frozen = FrozenModel(module, tokenizer, name, commit, find_blocks(module, name))
     frozen.mlp_widths(0)  # refuses MLPs that cannot be replaced
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
+    if len(devices) > 1:  # replacements and activations are kept on one
+        raise MxdError(
+            f"the weights of {name} lie on several devices ({', '.join(devices)}); mxd runs a base model on one. Load "
+            "it without device_map, or with device_map={'': 'cuda:0'}; where it does not fit, in bfloat16."
+        )
     return frozen
 
 

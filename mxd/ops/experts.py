@@ -169,8 +169,7 @@ def _out_of(states: Tensor, weight: Tensor, indices: Tensor, selection: Selectio
 def _parts(indices: Tensor, units: int, selection: Selection) -> tuple[list[int], tuple[Tensor, ...]]:
     """Return how many tokens each unit has, and which."""
     plan = selection.by_unit(indices, units)
-    sizes = plan.sizes()
-    return sizes, plan.tokens.split(sizes)
+    return plan.sizes, plan.tokens.split(plan.sizes)
 
 
 class _Bilinear(torch.autograd.Function):

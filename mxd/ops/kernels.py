@@ -114,16 +114,17 @@ def _sum_type(tensor: Tensor) -> Any:
 
 
 # Kernels are compiled from their source and must not be wrapped: no_type_check keeps jaxtyping's import hook away.
+# K is an argument of a run, the same for each compiled kernel: random-K draws another one at every step.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 @no_type_check
 def _gather_sum(
     out,
     values,
     indices,
     weight,
-    K: tl.constexpr,
+    K,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -132,24 +133,26 @@ def _gather_sum(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.full((ROWS, COLUMNS), 0, SUM)
-    for first in range(0, K, ROWS):
+    first = 0
+    while first < K:  # not a range, as below
         slot = first + tl.arange(0, ROWS)
         value = tl.load(values + token * K + slot, mask=slot < K, other=0).to(SUM)
         unit = tl.load(indices + token * K + slot, mask=slot < K, other=0)
         inside = (slot < K)[:, None] & (column < D)[None, :]
         row = tl.load(weight + unit[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
         total += value[:, None] * row
+        first += ROWS
     tl.store(out + token * D + column, tl.sum(total, 0), mask=column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 @no_type_check
 def _gather_dot(
     out,
     grad,
     indices,
     weight,
-    K: tl.constexpr,
+    K,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

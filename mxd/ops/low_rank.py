@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
 from mxd.ops.shares import in_shares
-from mxd.ops.sparse import DEVICES, Selection, linear_at, sparse_decode
+from mxd.ops.sparse import Selection, linear_at, runs_sparse, sparse_decode
 
 GATHER = 40
 """Ranks whose products take about as long as gathering and adding a token's rows: a rough figure, to deal out units."""
@@ -43,7 +43,7 @@ def low_rank_mixture(
         firsts: where each unit's rows begin, followed by the number of rows.
         selection: the one given to the ``topk_linear`` that chose these indices; by default they are sorted again.
     """
-    if x.device.type not in DEVICES:
+    if not runs_sparse(x):
         return reference.low_rank_mixture(x, values, indices, down, up, firsts)
     selection = selection or Selection()
     if len(firsts) - 1 == len(down):

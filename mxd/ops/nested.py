@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
-from mxd.ops.sparse import _SUM, DEVICES, Selection
+from mxd.ops.sparse import _SUM, Selection, runs_sparse, starts_of
 
 
 def nested_decode(
@@ -30,7 +30,7 @@ def nested_decode(
         count: number of levels.
         selection: the one given to the ``topk_linear`` that chose these indices; by default they are sorted again.
     """
-    if values.device.type not in DEVICES:
+    if not runs_sparse(values):
         return reference.nested_decode(values, indices, levels, weight, count)
     return _NestedDecode.apply(values, indices, levels, weight, count, selection or Selection())
 
@@ -49,9 +49,8 @@ class _NestedDecode(torch.autograd.Function):
         if indices.numel() == 0:
             return weight.new_zeros(tokens, count, weight.shape[1])
         order = levels.argsort(dim=1)
-        starts = torch.zeros(tokens * count + 1, dtype=torch.int64, device=levels.device)
-        torch.cumsum(torch.bincount(bags.reshape(-1), minlength=tokens * count), 0, out=starts[1:])
-        entries, weights = (part.gather(1, order).reshape(-1) for part in (indices, values))
+        entries, weights, sorted_bags = (part.gather(1, order).reshape(-1) for part in (indices, values, bags))
+        starts = starts_of(sorted_bags, tokens * count)
         sums = F.embedding_bag(
             entries, weight, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
         )

@@ -72,7 +72,7 @@ def low_rank_mixture(
         firsts: where each unit's rows begin, followed by the number of rows.
     """
     ranks = torch.tensor(firsts, device=x.device).diff()
-    owner = torch.arange(len(ranks), device=x.device).repeat_interleave(ranks)
+    owner = torch.arange(len(ranks), device=x.device).repeat_interleave(ranks, output_size=len(down))
     dense = values.new_zeros(len(values), len(ranks)).scatter_add(1, indices, values)
     return (dense[:, owner] * (x @ down.T)) @ up
 

@@ -6,6 +6,7 @@ Units are rows everywhere (``weight[n]`` belongs to unit ``n``), so that a gathe
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ PART = 512
 LOST = 2.0**-61
 """Times the square root of a row's width: a bound on what its norm can lose to underflow of squares in float32."""
 
-DEVICES = ("cpu", "cuda", "meta")
+DEVICES = ("cpu", "cuda")
 """Devices that run the sparse operations; any other (MPS, say) runs the dense reference."""
 
 _SUM = 0  # embedding_bag's code for mode="sum"
@@ -49,7 +50,7 @@ class _Settings:
     triton: bool = False
     """Whether CUDA tensors go through the kernels of ``mxd.ops.kernels``."""
     meta_device: str = "cpu"
-    """The device whose tile sizes are used for tensors on the meta device."""
+    """The device that tensors on the meta device stand for."""
 
 
 _settings = _Settings()
@@ -80,7 +81,7 @@ def use_triton(on: bool) -> None:
 
 @contextmanager
 def metered_as(device: str) -> Iterator[None]:
-    """Inside the ``with`` block, use the tile sizes of ``device`` for tensors on the meta device."""
+    """Inside the ``with`` block, do with tensors on the meta device what would be done on ``device``."""
     before, _settings.meta_device = _settings.meta_device, device
     try:
         yield
@@ -96,6 +97,11 @@ def _device_type(tensor: Tensor) -> str:
     return _settings.meta_device if tensor.is_meta else tensor.device.type
 
 
+def runs_sparse(tensor: Tensor) -> bool:
+    """Return whether the device of a tensor runs the sparse operations; on the meta device, the one it stands for."""
+    return _device_type(tensor) in DEVICES
+
+
 @dataclass(frozen=True)
 class _ByUnit:
     """A selection sorted by unit: the transposed code, row by row."""
@@ -107,8 +113,9 @@ class _ByUnit:
     tokens: Int[Tensor, " chosen"]
     """The token of each position in ``order``."""
 
+    @cached_property
     def sizes(self) -> list[int]:
-        """Return how many entries each unit has; as many for each as on average where numbers are not known (meta)."""
+        """How many entries each unit has; as many for each as on average where numbers are not known (meta)."""
         if self.starts.is_meta:
             total, units = len(self.order), len(self.starts) - 1
             return [total * (n + 1) // units - total * n // units for n in range(units)]
@@ -127,12 +134,9 @@ class Selection:
     def by_unit(self, indices: Int[Tensor, "tokens k"], units: int) -> _ByUnit:
         """Return the indices sorted by unit; the first call sorts, later ones return its result."""
         if self._sorted is None or (len(self._sorted.order), len(self._sorted.starts)) != (indices.numel(), units + 1):
-            # Compressed rows of the transposed code: a stable sort keeps each unit's tokens in ascending order, and
-            # cumulated counts say where its entries begin.
-            flat = indices.reshape(-1)
-            order = flat.to(torch.int32).argsort(stable=True)
-            starts = torch.zeros(units + 1, dtype=torch.int64, device=flat.device)
-            torch.cumsum(torch.bincount(flat, minlength=units), 0, out=starts[1:])
+            # Compressed rows of the transposed code: a stable sort keeps each unit's tokens in ascending order.
+            in_order, order = indices.reshape(-1).to(torch.int32).sort(stable=True)
+            starts = starts_of(in_order, units)
             tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
             self._sorted = _ByUnit(order, starts, tokens)
         return self._sorted
@@ -142,10 +146,20 @@ class Selection:
     ) -> Iterator[tuple[int, Int[Tensor, " chosen"], Int[Tensor, " chosen"]]]:
         """Yield each unit that some token uses, the places of its entries in the flat indices, and their tokens."""
         plan, start = self.by_unit(indices, units), 0
-        for unit, size in enumerate(plan.sizes()):
+        for unit, size in enumerate(plan.sizes):
             if size:
                 yield unit, plan.order[start : start + size], plan.tokens[start : start + size]
             start += size
+
+
+def starts_of(numbers: Int[Tensor, " entries"], count: int) -> Int[Tensor, " count_and_one"]:
+    """Return where each of the numbers 0 ... ``count - 1`` begins in a sorted list of them, and the list's length."""
+    if _device_type(numbers) == "cpu":
+        starts = torch.zeros(count + 1, dtype=torch.int64, device=numbers.device)
+        torch.cumsum(torch.bincount(numbers, minlength=count), 0, out=starts[1:])
+        return starts
+    # Slower on a CPU, but a count would make the host wait for the largest number.
+    return torch.searchsorted(numbers, torch.arange(count + 1, dtype=numbers.dtype, device=numbers.device))
 
 
 def topk_linear(
@@ -173,7 +187,7 @@ def topk_linear(
             candidates and has none.
         selection: a new one, to be passed on to the ``sparse_decode`` of what is returned.
     """
-    if x.device.type not in DEVICES:
+    if not runs_sparse(x):
         return reference.topk_linear(x, weight, bias, k)
     return _TopKLinear.apply(x, weight, bias, k, candidates, selection or Selection())
 
@@ -192,7 +206,7 @@ def linear_at(
         weight: one row per unit.
         selection: one shared with the ``sparse_decode`` of the same indices; by default they are sorted again.
     """
-    if x.device.type not in DEVICES:
+    if not runs_sparse(x):
         return reference.linear_at(x, indices, weight)
     return _LinearAt.apply(x, indices, weight, selection or Selection())
 
@@ -211,7 +225,7 @@ def sparse_decode(
         weight: one row per unit.
         selection: the one given to the ``topk_linear`` that chose these indices; by default they are sorted again.
     """
-    if values.device.type not in DEVICES:
+    if not runs_sparse(values):
         return reference.sparse_decode(values, indices, weight)
     return _SparseDecode.apply(values, indices, weight, selection or Selection())
 
@@ -332,7 +346,7 @@ def _from_candidates(
 
     The proof holds for every row that is not searched again in full: no unit outside the candidates has a
     pre-activation, summed in ``x``'s dtype in any order, above the k-th value returned (or above zero, where that value
-    is not positive: ReLU makes all of those equal). It needs ``_exact`` around this call.
+    is not positive: ReLU makes all of those equal). It needs ``exact_products`` around this call.
 
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
     and Schwarz); these norms are measured. Assumed of the device: its bfloat16 product of width d errs by at most
@@ -375,7 +389,7 @@ def _from_candidates(
 
 
 @contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> Iterator[None]:
     """Inside the ``with`` block, sum no product in bfloat16 and round no float32 inputs (TF32)."""
     backends: Any = torch.backends
     cuda = backends.cuda.matmul
@@ -413,7 +427,7 @@ class _TopKLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, k: int, candidates: CandidateDtype, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         if candidates == "bfloat16" and x.dtype in (torch.float32, torch.float64):
-            with _exact(x.device):
+            with exact_products(x.device):
                 values, indices = _from_candidates(x, weight, bias, k)
         else:
             values, indices = _largest(x, weight, bias, k)

@@ -68,10 +68,11 @@ def measured_speeds(config: RunConfig, device: torch.device, network: float | No
         device: the device.
         network: bytes a second between processes.
     """
-    products = product_speed(device, tf32=config.training.tf32)
+    tf32 = config.training.tf32
+    products = product_speed(device, tf32=tf32 != "off")
     rounded = products if config.training.candidates == "float32" else product_speed(device, torch.bfloat16)
     dtype = DTYPES[config.model.dtype]
-    base = products if dtype == torch.float32 else product_speed(device, dtype)
+    base = products if dtype == torch.float32 and tf32 != "encoder" else product_speed(device, dtype)
     return Speeds(products, rounded, base, copy_speed(device), network)
 
 

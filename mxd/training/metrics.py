@@ -71,7 +71,7 @@ class Stats:
         self.sums["active"] += code.active_count()
         for name, value in (measures or {}).items():
             self.sums[name] += value * len(y)
-        self.last_active[code.active_units(len(self.last_active))] = tokens_seen
+        self.last_active.masked_fill_(code.active_units(len(self.last_active)), tokens_seen)
 
     def merge(self, processes: Processes) -> None:
         """Add up what the processes of a group counted in the first of them; the others start again from zero."""

@@ -29,6 +29,9 @@ from mxd.planning.layout import blocks_of
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """Parts of a stream's identity that determine only its order, which a mixed cache draws anew."""
 
+BESIDE = {"cache", "mix_shards", "bos_constant", "exclude_special", "forward_tokens"}
+"""Fields of ``data`` that a stream's tokens do not depend on, or that stand in its identity by another name."""
+
 BASE = "base model (hash of its settings and all its weights)"
 
 
@@ -336,7 +339,7 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
     """Return what determines a stream of batches: equal identities give equal batches."""
     return {
         "site": "mlp",
-        "data": config.data.model_dump(exclude={"cache", "mix_shards", "bos_constant", "exclude_special"}),
+        "data": config.data.model_dump(exclude=BESIDE),
         "text": text_hash(config.data.source, config.data.split),
         "excluded_ids": excluded_ids_of(config, base),
         "bos_id": bos_id_of(config, base),

@@ -1,5 +1,6 @@
 """One replacement under training, and the step it takes: from a batch to an update of the weights."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from mxd.common.hardware import tf32_products
 from mxd.common.processes import ALONE, Processes
 from mxd.config import OptimizerKind, Recipe, TrainingConfig
 from mxd.layers import Covariance, ReplacementConfig, ReplacementLayer
@@ -124,11 +126,14 @@ def train_step(
     layer.begin_step(layer.read(x, y).chunk(training.parts))
     dead, weight = trainee.dead(step * training.batch_tokens, training), training.settings.auxk
     seen = (step + 1) * training.batch_tokens
-    for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
-        result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
-        with torch.no_grad():
-            measures = layer.sparsity.measures(result.code)
-        trainee.stats.see(y_part, result.error, result.loss, result.code, seen, measures)
+    # Gradients on a GPU are averaged by its own queue, where one process would wait for another that ran out of memory.
+    heard = trainee.processes.together() if x.is_cuda else nullcontext()
+    with tf32_products(training.tf32 != "off"), heard:
+        for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
+            result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
+            with torch.no_grad():
+                measures = layer.sparsity.measures(result.code)
+            trainee.stats.see(y_part, result.error, result.loss, result.code, seen, measures)
     if not trainee.sharded:  # where it is, the backward pass averaged
         trainee.processes.average([parameter.grad for parameter in layer.parameters() if parameter.grad is not None])
     if training.clip_norm is not None:

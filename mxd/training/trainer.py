@@ -19,6 +19,7 @@ import torch
 
 from mxd.common.errors import MxdError, typed
 from mxd.common.files import clear_partials, is_partial, writing
+from mxd.common.hardware import tf32_products
 from mxd.common.lock import LOCK_FILE, locked
 from mxd.common.parsing import differences
 from mxd.common.processes import Processes, launched
@@ -114,7 +115,7 @@ def _train(
                 text_contexts(config, base, None, own)  # raises what would end the new run
             if processes.first:
                 clear(config.folder)
-    with _products(config.training.tf32), _repeatable(config.training.deterministic):
+    with tf32_products(config.training.tf32 == "all"), _repeatable(config.training.deterministic):
         for phase in phases(config, base, plan, processes, resume, own):
             _train_phase(phase, config, base, accelerator, processes, resume, shard)
     return config.folder
@@ -149,18 +150,6 @@ def _train_phase(
         stream = activation_stream(phase.config, base, cursor, processes, layout.shares, phase.record, phase.text)
     saver.begin(state)
     Loop(phase, base, trainees, metrics, saver, processes, shard, step, cursor).run(stream)
-
-
-@contextmanager
-def _products(tf32: bool) -> Iterator[None]:
-    """Let CUDA use TF32 for float32 products in the ``with`` block."""
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "tf32" if tf32 else before
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
 
 
 @contextmanager

@@ -218,7 +218,7 @@ class TuneLoop(Loop):
             stats, found = trainee.stats, module.compared
             assert isinstance(stats, TunedStats)
             stats.see_loss(loss, int(counted[:, 1:].sum()))
-            stats.last_active[module.code.active_units(len(stats.last_active))] = seen
+            stats.last_active.masked_fill_(module.code.active_units(len(stats.last_active)), seen)
             if module.compare and found is not None:
                 with torch.no_grad():
                     stats.see(found.y[kept], found.error[kept], found.nmse[kept].mean(), module.code.at(kept), seen)

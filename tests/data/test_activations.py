@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.data.activations import Cursor, activation_batches, buffer_bytes
-from mxd.data.contexts import token_contexts
+from mxd.data.activations import Cursor, _plan, activation_batches, buffer_bytes
+from mxd.data.contexts import counted_positions, token_contexts
 from mxd.data.prefetch import ahead
 from mxd.model.loading import load_frozen
 
@@ -111,6 +111,42 @@ def test_windows_follow_the_text_and_may_cut_a_context(gpt2, rows):
     assert cuts > 2
     assert [b.cursor.batch for b in stream[:6]] == [1, 2, 0, 1, 2, 0]
     assert any(batch.cursor.offset for batch in stream)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.97])
+@pytest.mark.parametrize("tokens", [1, 8, 24, 100, 5000])
+def test_windows_are_those_that_positions_counted_one_by_one_give(tokens, share):
+    """Where each window ends, which positions it holds, and that no context is read before it is needed."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(5, 50, (60, CONTEXT), dtype=np.int32)
+    rows[rng.random(rows.shape) < share] = 0
+    places = [(context, at) for context in range(60) for at in range(CONTEXT) if rows[context, at] != 0]
+    read = []
+
+    def text():
+        for number, row in enumerate(rows):
+            read.append(number)
+            yield row
+
+    source, split, cursor, found = text(), None, Cursor(), []
+    while True:
+        before = cursor
+        window, split = _plan(source, split, cursor, tokens, lambda ids: counted_positions(ids, [0]))
+        if window is None:
+            break
+        cursor = window.next
+        own = [(before.context + row, at) for row, at in np.argwhere(window.counted)]
+        assert own == places[len(found) : len(found) + tokens]
+        assert np.array_equal(window.rows, rows[before.context : before.context + len(window.rows)])
+        found += own
+        assert window.tokens == len(own)
+        if len(found) < len(places):
+            assert len(read) == found[-1][0] + 1  # up to the context of the window's last token
+            here = sum(context == found[-1][0] for context, _ in found)  # its tokens that have been given
+            rest = sum(context == found[-1][0] for context, _ in places) - here
+            expected = (found[-1][0], here) if rest else (found[-1][0] + 1, 0)
+            assert (cursor.context, cursor.offset) == expected and (split is not None) == bool(rest)
+    assert found == places and len(read) == 60
 
 
 def test_masked_tokens_never_appear(gpt2, rows):

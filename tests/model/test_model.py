@@ -246,6 +246,15 @@ def test_a_device_that_is_not_there_is_refused():
             load_frozen("tiny-gpt2", device=name)
 
 
+def test_weights_on_several_devices_are_refused(build_model):
+    """As a ``device_map`` over several GPUs leaves them, or one that keeps some in another memory."""
+    model = build_model("gpt2")
+    model.transformer.h[1].to("meta")
+    for load in (wrap, load_frozen):
+        with pytest.raises(MxdError, match=r"several devices \(cpu, meta\).*without device_map.*bfloat16"):
+            load(model)
+
+
 def test_layer_out_of_range_names_the_layers(gpt2, ids):
     for layer in (3, -1):
         with pytest.raises(MxdError, match=rf"block {layer} is out of range.*0 \.\.\. 2"):

@@ -261,7 +261,7 @@ def test_a_bias_of_ordinary_size_is_proof_enough_for_small_rows(searched):
 
 @pytest.fixture
 def loose():
-    """What a user may have set: TF32, and sums in bfloat16; put back at the end, and by `_exact` until then."""
+    """What a user may have set: TF32, and sums in bfloat16; put back at the end, and by `exact_products` until then."""
     at, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = at.fp32_precision, cpu.fp32_precision, at.allow_bf16_reduced_precision_reduction
 
@@ -290,7 +290,7 @@ def test_the_proof_sets_what_it_counts_on_and_puts_it_back(loose, searched, monk
     assert loose() == ("tf32", "tf32", True)
     topk_linear(*bfloat16_case("normal"), 4, "float32")
     assert during[2] == ("tf32", "tf32", True)  # nothing was promised
-    with pytest.raises(RuntimeError), sparse._exact(torch.device("cuda")):
+    with pytest.raises(RuntimeError), sparse.exact_products(torch.device("cuda")):
         assert loose() == ("ieee", "tf32", False)
         raise RuntimeError
     assert loose() == ("tf32", "tf32", True)

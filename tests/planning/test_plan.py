@@ -95,6 +95,33 @@ def test_a_step_costs_on_the_meta_device_what_it_costs_on_the_cpu(fields: dict) 
     assert there.moved == pytest.approx(here.moved, rel=0.02)
 
 
+@pytest.mark.parametrize("fields", (*EVERYTHING[:3], {"method": "molt", "sparsity": {"kind": "topk", "k": 4}}))
+def test_on_a_device_without_sparse_operations_a_step_is_planned_as_dense_ones(fields: dict, monkeypatch) -> None:
+    """MPS, say: what the meta device then says is what the CPU does without its sparse operations."""
+    method = LAYERS[fields["method"]]
+    config = size(method.model_validate(fields).resolve(MLPShape(32, 32, 64, "gelu_tanh", False)), 8)
+
+    def step(device: str) -> None:
+        with torch.device(device):
+            layer = config.with_defaults().build().train()
+        x = torch.randn(500, 32, device=device)
+        if fields["sparsity"]["kind"] == "random_k":
+            layer.sparsity.reach = 0  # draws no number
+        forward_backward(layer, x, x)
+
+    with metered_as("mps"):
+        there = meter(lambda: step("meta"))
+    sparse = []
+    for name in ("cpu", "cuda"):
+        with metered_as(name):
+            sparse.append(meter(lambda: step("meta")).sparse)
+    assert sparse[0] == sparse[1] and bool(sparse[0]) == (fields["sparsity"]["kind"] != "relu_l1")
+    monkeypatch.setattr("mxd.ops.sparse.DEVICES", ())
+    here = meter(lambda: step("cpu"))
+    assert there.flops == here.flops > 0 == there.sparse
+    assert there.peak == pytest.approx(here.peak, rel=0.02)
+
+
 def test_what_is_metered_is_what_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_gpt2) -> None:
     """The function, the rows and the parts."""
     calls = {"mxd.planning.memory": [], "mxd.training.step": []}

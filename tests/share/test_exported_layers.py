@@ -19,7 +19,8 @@ def test_an_exported_layer_is_the_layer(case):
     layer = parse(*case).resolve(SHAPE).build().double().eval()
     for parameter in layer.parameters():
         parameter.data.normal_()
-    plain = SparseLayer(_spec(SplicedMLP(layer, nn.Identity(), [], None, _TokenIds()), layer)).double()
+    spliced = SplicedMLP(layer, nn.Identity(), torch.zeros(0, dtype=torch.int64), None, _TokenIds())
+    plain = SparseLayer(_spec(spliced, layer)).double()
     plain.load_state_dict(_layer_tensors(layer), strict=True)
     x = torch.randn(2, 4, layer.config.d_in, dtype=torch.float64)
     expected = layer(x)

@@ -20,7 +20,7 @@ from streams import write_files
 from torch.distributed import TCPStore
 
 from mxd.common.errors import MxdError
-from mxd.common.processes import ALONE, _differences, launched
+from mxd.common.processes import ALONE, _differences, launched, local_device
 from mxd.config import parse_config
 from mxd.data.exchange import RankPart
 from mxd.layers.sparsity import TopKConfig
@@ -395,6 +395,26 @@ def test_a_launch_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, world
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(MxdError, match="do not name a process of a launch"), launched():
         pass
+
+
+def test_each_process_takes_its_gpu_before_anything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call to open a context would otherwise open it on GPU 0, in every process."""
+    done: list[object] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        done.append("joined")
+        raise ValueError("there is no network here")
+
+    for name, value in {"WORLD_SIZE": "8", "RANK": "6", "LOCAL_RANK": "6"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", done.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    with pytest.raises(MxdError, match="did not find each other"), launched():
+        pass
+    assert done == [2, "joined"]
+    assert [local_device(name) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
 
 
 def test_alone_nobody_is_asked() -> None:

@@ -120,7 +120,7 @@ class JumpReLU(Sparsity):
         if self.config.l0 and self.active:
             l0 = torch.stack(self.active).mean()
             self.processes.average([l0])
-            off = math.log(max(float(l0) / self.config.l0, 0.1))
+            off = (l0 / self.config.l0).clamp_min(0.1).log()
             self.threshold.add_(GAIN * off * self.threshold.mean())
         self.threshold.clamp_min_(0)
         self.active = []

@@ -1,6 +1,7 @@
 """The K largest of each token."""
 
 import random
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -98,6 +99,10 @@ class RandomK(Sparsity):
         self.k = k
         self.reach = k // spread
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomK":
+        """Move nothing: K is needed on the CPU, which at every step would wait for another device."""
+        return self
 
     def seed(self, seed: int) -> None:
         """Begin at a position that depends on the seed; neighbouring seeds are 2^32 draws apart."""
