@@ -25,6 +25,7 @@ from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
 from mxd.common.progress import say_once
 from mxd.data.text import documents, in_memory
+from mxd.training.source import own_documents
 from mxd.training.trainer import train as run_training
 
 ROOT = Path(__file__).parents[1]
@@ -105,16 +106,18 @@ def test_a_model_that_is_given_takes_the_configs_place(gpt2, tmp_path):
 
 def test_given_text_is_read_as_the_config_says(gpt2, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(mxd.api, "in_memory", lambda *words: asked.append(words) or "documents")
+    monkeypatch.setattr("mxd.training.source.in_memory", lambda *words: asked.append(words) or "documents")
     monkeypatch.setattr(mxd.api, "run_training", lambda *words: asked.append(words) or tmp_path)
     raw = fields(tmp_path, seed=7, data={"context": 16, "column": "said", "part": "train"})
     for model in (gpt2, "tiny-gpt2"):
         asked.clear()
         mxd.train(raw, ["a"], model=model, resume=True, groups=2, shard=True, overwrite=True)
-        (text, column, seed, part, tokenizer), (_, *rest) = asked
-        assert (text, column, seed, part) == (["a"], "said", 7, "train")
-        assert tokenizer is (gpt2.tokenizer if model is gpt2 else None)
-        assert rest == [True, gpt2 if model is gpt2 else None, 2, True, "documents", True]
+        ((config, *rest),) = asked
+        assert rest == [True, gpt2 if model is gpt2 else None, 2, True, ["a"], True]
+    assert own_documents(config, gpt2, ["a"]) == "documents"
+    assert asked[-1] == (["a"], "train", "said", 7, "train", gpt2.tokenizer)
+    own_documents(config, gpt2, ["a"], "test")
+    assert asked[-1][1] == "test" and own_documents(config, gpt2, None) is None
 
 
 def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):
