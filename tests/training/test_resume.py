@@ -318,6 +318,7 @@ def test_a_stream_that_is_another_up_to_the_place(tmp_path, gpt2, monkeypatch, s
     """What was read is compared before the base model runs; what comes later nobody can know."""
     lines = list(LINES)
     monkeypatch.setattr("mxd.training.source.documents", lambda *args: iter(lines))
+    monkeypatch.setattr("mxd.training.source.held_out", lambda *args: None)  # of a file that is not there
     whole = train(config_of(tmp_path, "whole"), model=gpt2)
     config = config_of(tmp_path)
     stop_after(step, config, gpt2)
