@@ -51,8 +51,8 @@ def test_mistakes():
 def answer(layer, **result):
     """An answer whose cross-entropy increase is the same in eight contexts, but for a little noise."""
     if "increase" in result:
-        mean = result.pop("increase")
-        values = [mean + 0.0001 * (i % 3) for i in range(8)]
+        mean, noise = result.pop("increase"), result.pop("noise", 0.0001)
+        values = [mean + noise * (i % 3) for i in range(8)]
         result["by_context"] = {"tokens": [100] * 8, "ce_increase": values}
     blocks = {key: result.pop(key) for key in ("normalized_mse", "l0") if key in result}
     return Answer(parse_layer(layer), result | ({"blocks": {"2": blocks}} if blocks else {}))
@@ -73,7 +73,7 @@ ROWS = {
         ("confirmed", [(MXD, {"increase": 0.1}), (TC, {"increase": 0.3}), (STC, {"increase": 0.2})]),
         ("not confirmed", [(MXD, {"increase": 0.2}), (TC, {"increase": 0.3}), (STC, {"increase": 0.1})]),
         # Below, but by less than two standard errors.
-        ("not confirmed", [(MXD, {"increase": 0.2}), (TC, {"increase": 0.2})]),
+        ("not confirmed", [(MXD, {"increase": 0.2}), (TC, {"increase": 0.200225, "noise": -0.0001})]),
         (
             "in part",
             [
@@ -145,6 +145,13 @@ def test_each_claim_can_hold_and_fail(item, verdict, rows):
     found = claim.look(Answers(answer(config, **dict(result)) for config, result in rows), None)
     assert found is not None and found.verdict == verdict
     assert claim.look(Answers(), None) is None
+
+
+def test_what_was_not_measured_is_said_and_sizes_only_of_the_papers_models(tmp_path):
+    for scale, sizes in (("paper", 4), ("tiny", 0)):
+        rows = reproduction.findings(PAPER, run_configs(PAPER, scale, tmp_path))
+        assert {row["verdict"] for row in rows} == {"not measured"}
+        assert sum(row["item"] == "table 2" for row in rows) == sizes
 
 
 def test_sizes_are_the_papers_or_not():
