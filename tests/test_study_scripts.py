@@ -1,0 +1,97 @@
+"""What the scripts make of measured files: paired differences of a study, and polysemanticity over seeds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_scripts import run
+
+
+def layer(method: str, k: int, increases: list[float], block: int = 3) -> dict[str, Any]:
+    """What `mxd evaluate` says of one layer."""
+    account = dict.fromkeys(("nmse_mean_gate", "nmse_fixed_directions", "routed_share", "stable_rank"), 1.0)
+    account |= {"normalized_mse": 0.1 * k, "dead_share": 0.0}
+    return {
+        "tokens": 30,
+        "ce_base": 3.0,
+        "ce_increase": float(np.average(increases, weights=[10, 20])),
+        **dict.fromkeys(("ce_increase_se", "kl", "kl_se", "top1_agreement", "params"), 0.5),
+        "by_context": {"tokens": [10, 20], "ce_increase": increases},
+        "blocks": {str(block): account},
+        "replacements": [{"method": method, "sparsity": f"k{k}", "k": k, "block": block}],
+    }
+
+
+def written(folder: Path, *layers: dict[str, Any], model: str = "tiny-gpt2") -> Path:
+    folder.mkdir()
+    file = folder / "faithfulness.json"
+    file.write_text(json.dumps({"model": model, "results": {str(n): one for n, one in enumerate(layers)}}))
+    return file
+
+
+def test_study_pairs_contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    first = written(tmp_path / "a", layer("MxD", 8, [0.2, 0.5]), layer("STC", 8, [0.1, 0.3]))
+    second = written(tmp_path / "b", layer("STC", 4, [0.1, 0.2]), layer("MxD", 4, [0.1, 0.2]))
+    files = [str(first), str(second), "--figure", str(tmp_path / "study.png")]
+    low, high = run(monkeypatch, tmp_path, "study", *files)
+    assert (low["block"], low["k"], high["k"]) == (3, 4, 8)
+    assert low["difference"] == low["difference_se"] == 0
+    totals, counts = np.array([0.1 * 10, 0.2 * 20]), np.array([10, 20])
+    mean = totals.sum() / 30
+    assert high["difference"] == pytest.approx(mean)
+    # The error of a ratio of two contexts: sqrt(2 / 1) times the root of the squared residuals, over all tokens.
+    assert high["difference_se"] == pytest.approx(np.sqrt(2 * ((totals - mean * counts) ** 2).sum()) / 30)
+    assert high["methods"]["MxD"]["normalized_mse"] == pytest.approx(0.8)
+    assert "| 3 | 8 | +0.4000 ± 0.5000 | +0.2333 ± 0.5000 | 0.8000 | 0.8000 | +0.1667 ±" in capsys.readouterr().out
+    assert (tmp_path / "study.png").stat().st_size > 1000
+    swapped = run(monkeypatch, tmp_path, "study", str(first), "--method", "STC", "--beside", "MxD")
+    assert swapped[0]["difference"] == pytest.approx(-mean)
+
+
+def test_study_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = written(tmp_path / "a", layer("MxD", 8, [0.2, 0.5]))
+    with pytest.raises(SystemExit, match="no STC here: there are MxD"):
+        run(monkeypatch, tmp_path, "study", str(first))
+    other = written(tmp_path / "b", layer("STC", 8, [0.2, 0.5]), model="tiny-llama")
+    with pytest.raises(SystemExit, match="another base model or text"):
+        run(monkeypatch, tmp_path, "study", str(first), str(other))
+    with pytest.raises(SystemExit, match="mxd evaluate"):
+        run(monkeypatch, tmp_path, "study", str(tmp_path / "none" / "faithfulness.json"))
+
+
+def ablated(folder: Path, p: float | None, units: int = 32, beyond: int = 1) -> Path:
+    """A run whose units were dropped, of one layer and the base MLP's neurons."""
+    summary = {"polysemanticity": p, "largest_drop": 0.25}
+    found = {"block": 3, "num_units": units, "ablated": 4, **summary}
+    found |= {"beyond_chance": summary | {"units": beyond}, "control": {"polysemanticity": 0.9, "largest_drop": 0.1}}
+    written(folder, layer("MxD", 8, [0.2, 0.5]))
+    results = {"0": found, "neurons": found | {"num_units": 512}}
+    folder.joinpath("ablation.json").write_text(json.dumps({"results": results}))
+    return folder
+
+
+def test_polysemanticity_over_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    runs = [ablated(tmp_path / "a", 0.5), ablated(tmp_path / "b", 0.75, beyond=3)]
+    words = [*map(str, runs), "--figure", str(tmp_path / "p.png")]
+    mxd, neurons = run(monkeypatch, tmp_path, "polysemanticity", *words)
+    assert (mxd["layer"], mxd["gate"], mxd["num_units"], mxd["runs"]) == ("MxD", "k8", 32, 2)
+    assert (neurons["layer"], neurons["num_units"]) == ("neurons", 512)
+    assert mxd["metrics"]["polysemanticity"] == {"mean": 0.625, "low": 0.5, "high": 0.75}
+    assert mxd["metrics"]["beyond_chance"] == {"mean": 0.5, "low": 0.25, "high": 0.75}
+    assert mxd["metrics"]["normalized_mse"]["mean"] == pytest.approx(0.8) and "normalized_mse" not in neurons["metrics"]
+    assert mxd["metrics"]["control"]["mean"] == 0.9 and mxd["metrics"]["control_largest_drop"]["mean"] == 0.1
+    assert "| MxD | k8 | 32 | 0.8000 | 0.625 (0.500 to 0.750) | 0.900 | 50% |" in capsys.readouterr().out
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_polysemanticity_of_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    mxd, _ = run(monkeypatch, tmp_path, "polysemanticity", str(ablated(tmp_path / "a", None)))
+    assert "polysemanticity" not in mxd["metrics"] and "| - |" in capsys.readouterr().out
+    other = ablated(tmp_path / "b", 0.5, units=64)
+    with pytest.raises(SystemExit, match="not of one config"):
+        run(monkeypatch, tmp_path, "polysemanticity", str(tmp_path / "a"), str(other))
+    (other / "ablation.json").unlink()
+    with pytest.raises(SystemExit, match="mxd ablate"):
+        run(monkeypatch, tmp_path, "polysemanticity", str(other))
