@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_scripts import run
+import torch
+from test_scripts import run, script
+
+import mxd
 
 
 def layer(method: str, k: int, increases: list[float], block: int = 3) -> dict[str, Any]:
@@ -95,3 +98,30 @@ def test_polysemanticity_of_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (other / "ablation.json").unlink()
     with pytest.raises(SystemExit, match="mxd ablate"):
         run(monkeypatch, tmp_path, "polysemanticity", str(other))
+
+
+@pytest.mark.long
+def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = "tiny-gpt2 --blocks 2 --fit-tokens 2048 --tokens 512 --context 32"
+    found = run(monkeypatch, tmp_path, "mlp_sites", *words.split())["blocks"]["2"]
+    model = mxd.load_frozen("tiny-gpt2")
+    texts = {}
+    for split, tokens in (("train", 2048), ("test", 512)):
+        recorded = list(script("mlp_sites").recorded(model, [2], split, tokens, 32, 0))
+        pairs = [torch.cat(side).double().numpy() for side in zip(*(one[2][0] for one in recorded), strict=True)]
+        texts[split] = np.insert(pairs[0], 0, 1, 1), pairs[1]
+        assert tokens <= len(pairs[0]) < tokens + 32
+    x, y = texts["test"]
+    affine = np.linalg.lstsq(*texts["train"], rcond=None)[0]
+    assert found["linear"] == pytest.approx(
+        1 - ((y - x @ affine) ** 2).sum() / ((y - y.mean(0)) ** 2).sum(), abs=1e-3
+    )  # the ridge
+    eigenvalues = np.linalg.eigvalsh(np.cov(y.T))
+    assert found["rank"] == pytest.approx(eigenvalues.sum() ** 2 / (eigenvalues**2).sum(), rel=1e-6)
+    assert found["first"] == pytest.approx(eigenvalues.max() / eigenvalues.sum(), rel=1e-6)
+    norms = np.linalg.norm(y, axis=1)
+    assert found["heavy"] == pytest.approx(np.quantile(norms, 0.99) / np.sort(norms)[(len(norms) - 1) // 2], rel=1e-5)
+    bos = torch.tensor([[model.tokenizer.bos_token_id, *range(3)]])
+    sink = float(model.record(bos, 2)[2][1][0, 0].norm())
+    assert found["sink"] == pytest.approx(sink / np.sort(norms)[(len(norms) - 1) // 2], rel=1e-4)
+    assert found["linear_on_fit"] > found["linear"] - 0.2
