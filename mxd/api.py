@@ -8,7 +8,7 @@ from typing import Any
 from mxd.artifacts.run import Run
 from mxd.common.errors import MxdError
 from mxd.config import RunConfig, load_config, parse_config
-from mxd.data.text import IN_MEMORY
+from mxd.data.text import IN_MEMORY, given_text
 from mxd.evaluation.checkpoints import Layers, open_checkpoints
 from mxd.evaluation.compare import compare as run_comparison
 from mxd.evaluation.faithfulness import answer
@@ -71,9 +71,11 @@ def tune(
     layers: str | PathLike[str] | Iterable[str | PathLike[str]],
     how: TuneConfig | Mapping[str, Any] = UNCHANGED,
     *,
+    text: Text | None = None,
     run: str | None = None,
     out: str | PathLike[str] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     model: Any = None,
 ) -> Run:
     """Tune trained layers together, spliced into their base model, and write them as a run of their own.
@@ -85,9 +87,12 @@ def tune(
         layers: a run, or folders of layers or runs, or Hub references; to resume, the ``config.yaml`` of a tuning.
         how: the loss and the recipe, as a config or its fields; fields that are not given are what a run's
             ``config.yaml`` says under ``tune``. A tuning that is resumed keeps them.
+        text: what to tune on, as for ``train``; by default what the layers were trained on. Layers that were trained on
+            documents which Python code holds need it, and to resume the same again.
         run: name of the run that is written; by default the read one's with ``-tuned``.
         out: folder that holds it; by default that of the run that is read.
         resume: continue an interrupted tuning, exactly as if it had not been interrupted.
+        overwrite: delete what an earlier tuning left in the folder, as for ``train``.
         model: the base model, in place of the one that the layers name: a name, or loaded.
 
     Returns:
@@ -101,7 +106,8 @@ def tune(
     named = isinstance(model, str | PathLike)
     folder = None if out is None else str(out)
     loaded, source = (None, str(model)) if named else (model, None)
-    return Run(run_tuning([fspath(path) for path in paths], stated, run, folder, resume, loaded, source))
+    given = [fspath(path) for path in paths]
+    return Run(run_tuning(given, stated, run, folder, resume, loaded, source, text, overwrite))
 
 
 def compare(config: RunConfig | Mapping[str, Any] | str | PathLike[str]) -> Run:
@@ -170,10 +176,8 @@ def _config(config: RunConfig | Mapping[str, Any] | str | PathLike[str], text: T
     data = config.data
     if data.cache is not None:
         raise MxdError("data.cache holds the activations of a text already; leave out text, or the cache.")
-    named = isinstance(text, str | PathLike)
-    settings: dict[str, Any] = {"source": str(text) if named else IN_MEMORY} | ({} if named else {"streaming": False})
-    changed = config.model_copy(update={"data": data.model_copy(update=settings)})
-    return changed, None if named else text
+    known, own = given_text(text)
+    return config.model_copy(update={"data": data.model_copy(update=known)}), own
 
 
 def _with_model(config: RunConfig, model: Any, tokenizer: Any) -> tuple[RunConfig, FrozenModel | None]:

@@ -83,6 +83,14 @@ def test_what_evaluate_is_asked_reaches_what_measures(monkeypatch):
     assert (how.tokens, how.seed, together) == (7, 3, True)
 
 
+def test_what_tune_is_asked_reaches_what_tunes(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(mxd.api, "run_tuning", lambda *words: asked.append(words) or tmp_path)
+    for model, expected in ((3, (3, None)), ("tiny-gpt2", (None, "tiny-gpt2"))):
+        mxd.tune("r", {"tokens": 7}, text=["a"], run="x", out="o", resume=True, overwrite=True, model=model)
+        assert asked.pop() == (["r"], mxd.TuneConfig(tokens=7), "x", "o", True, *expected, ["a"], True)
+
+
 def test_text_that_is_given_takes_the_configs_place(tmp_path):
     raw = fields(tmp_path, data={"context": 16, "source": "org/name", "streaming": True})
     config, own = mxd.api._config(raw, ["text"])
@@ -129,6 +137,38 @@ def test_records_say_which_model_and_that_the_text_was_in_memory(run, gpt2):
         and about.data["source"] == "memory"
         and re.fullmatch("[0-9a-f]{32}", about.text_hash)
     )
+
+
+@pytest.mark.long
+def test_layers_are_tuned_on_text_in_memory(run, gpt2, tmp_path):
+    """The side of it that they were trained on; what it was is kept, and nothing else continues or is evaluated on."""
+
+    def tuned(text=None, folder=run, **options):
+        return mxd.tune(folder, {"tokens": 256, "batch_tokens": 128}, text=text, model=gpt2, **options)
+
+    with pytest.raises(MxdError, match=r"held by Python code.*mxd.tune"):
+        tuned(out=tmp_path)
+    found = tuned(TEXTS, out=tmp_path)
+    about = found[KEPT[0]].provenance
+    assert mxd.load_config(found / "config.yaml").data.source == "memory"
+    assert about.tuning[0]["text_hash"] == about.text_hash == run[KEPT[0]].provenance.text_hash
+    config = found / "config.yaml"
+    with pytest.raises(MxdError, match="the text or its tokenizer has changed"):
+        tuned([text.upper() for text in TEXTS], config, resume=True)
+    with pytest.raises(MxdError, match=r"goes on as it began: data.source was memory, not bundled\."):
+        tuned("bundled", config, resume=True)
+    assert tuned(TEXTS, config, resume=True).folder == found.folder
+    with pytest.raises(MxdError, match=r"already holds a run.*overwrite=True"):
+        tuned(TEXTS, out=tmp_path)
+    streamed = tuned(iter(TEXTS), out=tmp_path, overwrite=True)[KEPT[0]].provenance
+    assert streamed.tuning[0]["text_hash"] not in ("", about.text_hash)
+    with pytest.raises(MxdError, match="holds block1-mxd-k4, block1-mxd-k8, to be tuned here"):
+        tuned(TEXTS, run=run.folder.name, overwrite=True)
+    assert sorted(run.layers) == sorted(KEPT)
+    elsewhere = about.model_copy(update={"data": {"source": "bundled", "context": 16}})
+    for tuning, read in ((elsewhere.tuning, in_memory(TEXTS, "validation")), ((), TEXTS)):
+        layer = mxd.Trained(run[KEPT[0]].layer, elsewhere.model_copy(update={"tuning": tuning}))
+        assert list(mxd.open_checkpoints(layer, text=TEXTS, model=gpt2).texts()) == list(read)
 
 
 @pytest.mark.long

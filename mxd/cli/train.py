@@ -75,6 +75,7 @@ def tune(
     run: str | None = None,
     out: str | None = None,
     model: str | None = None,
+    source: str | None = None,
     resume: bool = False,
     guard_tokens: Whole = GUARD_TOKENS,
 ) -> None:
@@ -88,6 +89,7 @@ def tune(
         run: Name of the run that is written; by default the read one's with -tuned.
         out: Folder that holds it; by default that of the run that is read.
         model: Base model in place of the one named in the checkpoints.
+        source: Text to tune on in place of the one that the layers were trained on, as data.source names it.
         resume: Continue an interrupted tuning exactly where it stopped. With --accumulation and --checkpointing it then
             takes less memory; other options stay as they were.
         guard_tokens: Held-out tokens on which all layers are measured at the end, before and after, whether they still
@@ -95,7 +97,7 @@ def tune(
     """
     from mxd.training.tune import tune as begin
 
-    folder = begin(checkpoints, how, run, out, resume, source=model)
+    folder = begin(checkpoints, how, run, out, resume, source=model, text=source)
     say(f"done: {folder}")
     if guard_tokens > 0 and not rank():
         from mxd.evaluation.checkpoints import save_results

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def documents(
     if source == IN_MEMORY:
         raise MxdError(
             f"this text was held by Python code, so nothing else can read it (source: {IN_MEMORY}). Give it again in "
-            "Python, mxd.train(..., text=...) or mxd.evaluate(..., text), or name another source."
+            "Python, as text= of mxd.train, mxd.tune or mxd.evaluate, or name another source."
         )
     check_source(source, split)
 
@@ -114,6 +115,22 @@ def documents(
         return _local(source, files, split, lambda own: texts(file_rows(own, column)))
     table = hub_table(source, split, "`bundled`, ", streaming)
     return _of_table(source, table, column, streaming, seed, part, tokenizer)
+
+
+def given_text(text: Any) -> tuple[dict[str, Any], Any]:
+    """Return what a person gave as a text as the fields of a config's ``data``, and what Python code holds of it.
+
+    Args:
+        text: a source, documents (``in_memory``), or ``None`` for the text that the config names.
+
+    Returns:
+        The fields that change; and the documents, or ``None`` where the text has a name.
+    """
+    if text is None:
+        return {}, None
+    if isinstance(text, str | PathLike):
+        return {"source": str(text)}, None
+    return {"source": IN_MEMORY, "streaming": False}, text
 
 
 def in_memory(

@@ -19,7 +19,7 @@ from mxd.common.numbers import plural
 from mxd.common.progress import say_once
 from mxd.config import DataConfig
 from mxd.data.contexts import Contexts, token_contexts
-from mxd.data.text import IN_MEMORY, MEMORY, documents, in_memory
+from mxd.data.text import IN_MEMORY, MEMORY, documents, given_text, in_memory
 from mxd.layers.neurons import Neurons
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
@@ -140,22 +140,20 @@ def open_checkpoints(
     if not loaded:
         raise MxdError("there is nothing to measure: give at least one layer.")
     source, revision, dtype = base_model(loaded)
-    named = text is None or isinstance(text, str | PathLike)
-    known: dict[str, Any] = (
-        {} if text is None else {"source": str(text)} if named else {"source": IN_MEMORY, "streaming": False}
-    )
+    known, own = given_text(text)
     about = _held_out(next(iter(loaded.values())), known | dict(data or {}))
     given = model is not None
     base = load_frozen(model if given else source, revision=None if given else revision, dtype=dtype, device=device)
     base.check_context(about.context)
     if isinstance(model, str):
         check_base(base, loaded, "--model")
-    return Subject(loaded, base, about, None if named else _own_text(text, base, about, next(iter(loaded.values()))))
+    return Subject(loaded, base, about, None if own is None else _own_text(own, base, about, loaded.values()))
 
 
-def _own_text(text: Any, base: FrozenModel, about: DataConfig, trained: Trained) -> Iterable[str]:
-    """Return the documents to read of a text that Python code holds: none that the layer may have been trained on."""
-    divided = trained.provenance.data.get("source") == IN_MEMORY
+def _own_text(text: Any, base: FrozenModel, about: DataConfig, layers: Iterable[Trained]) -> Iterable[str]:
+    """Return the documents to read of a text that Python code holds: none that a layer may have been trained on."""
+    origins = [layer.provenance for layer in layers]
+    divided = any(IN_MEMORY in (seen.get("source") for seen in (origin.data, *origin.tuning)) for origin in origins)
     found = in_memory(text, "validation" if divided else None, about.column, part=about.part, tokenizer=base.tokenizer)
     given = len(text) if isinstance(text, Sized) and not isinstance(text, Mapping) else 0
     if isinstance(found, Sized) and len(found) < given:

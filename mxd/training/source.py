@@ -115,8 +115,6 @@ def _live(
 ) -> Iterator[Batch]:
     data, training = config.data, config.training
     contexts = text_contexts(config, base, start, text)
-    if start is not None and start.text and isinstance(contexts, Finite):
-        check_text(start.text, contexts.digest(start.context))
     per_buffer = max(1, training.buffer_tokens // data.context)
     return activation_batches(
         base,
@@ -149,7 +147,7 @@ def text_contexts(
         text: as for ``activation_stream``.
 
     Raises:
-        MxdError: no text, or no tokenizer.
+        MxdError: no text, no tokenizer, or a text of known length that is not the one read up to ``start``.
     """
     data = config.data
     if base.tokenizer is None:
@@ -167,6 +165,8 @@ def text_contexts(
         begin=start.bookmark if start is not None else None,
     )
     if isinstance(contexts, Finite):
+        if start is not None and start.text:
+            check_text(start.text, contexts.digest(start.context))
         tokens = len(contexts.rows) * (data.context - (bos_id_of(config, base) is not None))
         wanted = config.training.steps * config.training.batch_tokens
         if wanted > tokens:

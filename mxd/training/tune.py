@@ -24,6 +24,7 @@ from mxd.common.progress import console, quiet
 from mxd.config import RunConfig, load_config, recorded, tuning_as_training
 from mxd.data.activations import Cursor
 from mxd.data.contexts import special_ids
+from mxd.data.text import given_text
 from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.model.unembedding import Unembedding
@@ -37,10 +38,10 @@ from mxd.splice import check_provenance, check_siblings
 from mxd.training.optimizers import Optimizer
 from mxd.training.phases import at_once
 from mxd.training.saving import Saver, trained_layer
-from mxd.training.source import load_base, text_contexts
+from mxd.training.source import check_held_out, load_base, own_documents, text_contexts
 from mxd.training.state import load_state
 from mxd.training.step import Trainee, learned
-from mxd.training.trainer import claim, keep_freed_memory
+from mxd.training.trainer import claim, clear, keep_freed_memory
 from mxd.training.tuning import TunedSet, TunedStats, TuneLoop, TuneMetrics, batches_of
 from mxd.tuning import UNCHANGED, TuneConfig
 
@@ -56,6 +57,8 @@ def tune(
     resume: bool = False,
     model: Any = None,
     source: str | None = None,
+    text: Any = None,
+    overwrite: bool = False,
 ) -> Path:
     """Tune trained layers together, spliced into their base model, and write them as a run of their own.
 
@@ -71,6 +74,9 @@ def tune(
         resume: continue an interrupted tuning, exactly as if it had not been interrupted.
         model: a loaded base model, used in place of the one that the layers name.
         source: another name, folder or Hub id of the base model.
+        text: what to tune on in place of the layers' text: a source, or documents that Python code holds
+            (``in_memory``).
+        overwrite: delete what an earlier run left in the folder, once it is known that this one can begin.
 
     Returns:
         The run's folder, as ``train`` writes it.
@@ -78,31 +84,49 @@ def tune(
     Raises:
         MxdError: layers that do not belong together, or as ``train``.
     """
-    config, layers = tune_config(paths, how, run, out, source)
-    now = _as_asked(config.tune, how) if resume else config.tune
+    known, own = given_text(text)
+    config, layers = tune_config(paths, how, run, out, source, known)
+    now = _as_asked(config, how, known) if resume else config.tune
     with launched(config.timeout) as processes, ExitStack() as stack:
-        processes.agree(recorded(config) | {"--resume": resume, "now": now.model_dump()})
+        options = {"--resume": resume, "overwrite": overwrite, "now": now.model_dump()}
+        processes.agree(recorded(config) | options)
         stack.enter_context(quiet(not processes.first))
         with processes.together():
             if processes.first:
                 stack.enter_context(locked(config.folder))
-                claim(config, resume, "tune")
-        _tune(config, now, layers, resume, model, processes)
+                claim(config, resume, "tune", overwrite)
+                if overwrite:
+                    _check_apart(config.folder, layers)
+        _tune(config, now, layers, resume, model, processes, own, overwrite)
     return config.folder
 
 
-def _as_asked(began: TuneConfig, asked: TuneConfig) -> TuneConfig:
+def _check_apart(folder: Path, layers: Mapping[str, Trained]) -> None:
+    """Refuse to overwrite what is read.
+
+    Raises:
+        MxdError: a layer lies in the folder that would be deleted.
+    """
+    if inside := [name for name, trained in layers.items() if trained.path.resolve().is_relative_to(folder.resolve())]:
+        raise MxdError(f"{folder} holds {', '.join(inside)}, to be tuned here, so it is not overwritten; give a run.")
+
+
+def _as_asked(config: RunConfig, asked: TuneConfig, text: Mapping[str, Any]) -> TuneConfig:
     """Return how a tuning goes on: as it began, but for ``MEMORY``.
+
+    Args:
+        config: the tuning as it began.
+        asked: what it is asked for now.
+        text: fields of its text that are given now.
 
     Raises:
         MxdError: something else is asked for.
     """
+    began = config.tune
     given = {name: getattr(asked, name) for name in sorted(asked.model_fields_set - {"of"})}
-    changed = [
-        f"{name} was {getattr(began, name)}, not {value}"
-        for name, value in given.items()
-        if name not in MEMORY and value != getattr(began, name)
-    ]
+    pairs = {name: (getattr(began, name), value) for name, value in given.items() if name not in MEMORY}
+    pairs |= {f"data.{name}": (getattr(config.data, name), value) for name, value in text.items()}
+    changed = [f"{name} was {before}, not {value}" for name, (before, value) in pairs.items() if value != before]
     if changed:
         raise MxdError(
             f"a tuning goes on as it began: {'; '.join(changed)}. Only {' and '.join(MEMORY)} may change; for another "
@@ -117,8 +141,11 @@ def tune_config(
     run: str | None = None,
     out: str | None = None,
     source: str | None = None,
+    text: Mapping[str, Any] | None = None,
 ) -> tuple[RunConfig, dict[str, Trained]]:
     """Return a tuning as the config of a run, and name -> the layers that it begins with; arguments as ``tune``.
+
+    But ``text`` is the fields of ``data`` that differ from the layers'.
 
     Raises:
         MxdError: layers that do not belong together, a config that is not a tuning's, or a bad value.
@@ -152,7 +179,7 @@ def tune_config(
         "blocks": sorted({trained.provenance.block for trained in layers.values()}),
         "replacements": list(distinct),
         "model": {"source": source or source_of, "revision": None if source else revision, "dtype": dtype},
-        "data": provenance.data | {"cache": None, "mix_shards": 0},
+        "data": provenance.data | {"cache": None, "mix_shards": 0} | dict(text or {}),
         "tune": how,
     }
     try:
@@ -162,7 +189,14 @@ def tune_config(
 
 
 def _tune(
-    config: RunConfig, how: TuneConfig, layers: dict[str, Trained], resume: bool, model: Any, processes: Processes
+    config: RunConfig,
+    how: TuneConfig,
+    layers: dict[str, Trained],
+    resume: bool,
+    model: Any,
+    processes: Processes,
+    text: Any,
+    overwrite: bool,
 ) -> None:
     keep_freed_memory()
     with processes.together():
@@ -175,6 +209,14 @@ def _tune(
     if not resume:
         for path in config.tune.of:
             _check_whole(Path(path), layers, base)
+    with processes.together():
+        if not resume:
+            check_held_out(config, base, text)
+        own = own_documents(config, base, text)
+        if overwrite:
+            text_contexts(config, base, None, own)  # raises what would end the new run
+            if processes.first:
+                clear(config.folder)
     trainees = {name: tuned_trainee(name, trained, base, how, processes) for name, trained in layers.items()}
     sets = {name: [trainees[n] for n in members] for name, members in plan.sets.items()}
     stats = {name: trainee.stats for name, trainee in trainees.items()}
@@ -189,7 +231,7 @@ def _tune(
         saver.restore(state, shard=False)
     step, cursor = (state.info.step, state.info.cursor) if state is not None else (0, Cursor())
     with processes.together():
-        contexts = text_contexts(config, base, cursor)
+        contexts = text_contexts(config, base, cursor, own)
         unembedding = Unembedding.of(base, torch.tensor([base.tokenizer("Any text will do.")["input_ids"]]))
     saver.begin(state)
     doing, needed = peak(plan.memory)
@@ -284,6 +326,7 @@ class TuneSaver(Saver):
         tuning = self.config.tune.model_dump() | {
             "steps": step,
             "tokens": step * self.config.training.batch_tokens,
+            "source": self.config.data.source,
             "text_hash": cursor.text,
             "members": self.members[trainee.name],
         }
