@@ -125,6 +125,45 @@ def test_a_legend_hides_and_shows_its_lines(page):
     assert page.run(shown) == ["inline"] * 3
 
 
+TOLD = "[...document.querySelectorAll('.tip:not([hidden]) p:not(.soft)')].map((each) => each.textContent)"
+
+
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1280, False)])
+def test_points_say_their_values_where_the_pointer_is_and_with_the_arrow_keys(page, width, dark):
+    def press(key):
+        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+        return page.run(TOLD)
+
+    def pointed(chart):
+        mark = f"document.querySelectorAll('#faithfulness .drawn .chart')[{chart}].querySelector('.spot')"
+        page.run(f"{mark}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        page.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")  # scrolling hides what is told
+        x, y = page.run(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({mark}.getBoundingClientRect())"
+        )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        page.wait("!document.querySelector('.tip').hidden")
+        tip = page.run("JSON.parse(JSON.stringify(document.querySelector('.tip').getBoundingClientRect()))")
+        assert tip["left"] >= 0 and tip["right"] <= width and tip["top"] >= 0 and tip["bottom"] <= y
+        return page.run(TOLD)
+
+    page.screen(width, 900, dark)
+    assert pointed(0) == ["MxD, 8: 0.01"]
+    source = page.run("document.querySelector('.tip .soft').textContent")
+    assert source == "faithfulness.json#/results/made-up~1block1-mxd-k8/blocks/1/normalized_mse"
+    assert page.run(CONTRAST) == []
+    assert sorted(pointed(2)) == ["CP-muMoE, 8: 0.02", "MxD, 8: 0.02", "TC, 8: 0.02"], "those below it, too"
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=450)
+    page.wait("document.querySelector('.tip').hidden")
+    page.run("document.querySelector('#faithfulness .legend input[value=MxD]').click()")
+    page.run("document.querySelector('#faithfulness .chart').focus({preventScroll: true})")
+    assert [press("ArrowRight"), press("ArrowRight"), press("ArrowLeft"), press("ArrowLeft")] == [
+        [told] for told in ("TC, 8: 0.005", "TC, 32: 0.002", "TC, 8: 0.005", "CP-muMoE, 32: 0.00167")
+    ]
+    assert press("Escape") == []
+    page.run("document.querySelector('#faithfulness .legend input[value=MxD]').click()")
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_sections_stay_in_sight_and_say_where_one_is(page, width):
     page.screen(width, 900)
@@ -173,7 +212,7 @@ CONTRAST = """(() => {
       [r + (x - r) * alpha, g + (y - g) * alpha, b + (z - b) * alpha], [255, 255, 255]);
   };
   const poor = [];
-  for (const node of document.querySelectorAll("main *, header *, footer *")) {
+  for (const node of document.querySelectorAll("main *, header *, footer *, .tip:not([hidden]) *")) {
     const drawn = node.tagName === "text";
     if (!drawn && ![...node.childNodes].some((each) => each.nodeType === 3 && each.textContent.trim())) continue;
     if (node.closest("noscript, script, option, title")) continue;
