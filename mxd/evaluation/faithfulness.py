@@ -188,7 +188,7 @@ class Constant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the vector at every position."""
-        return self.value.to(x).expand(*x.shape[:-1], -1)
+        return self.value.to(x).expand(*x.shape[:-1], -1).clone()  # Falcon adds to what an MLP returns, in place
 
 
 class MeasuredSet:

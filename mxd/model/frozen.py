@@ -199,7 +199,7 @@ class FrozenModel:
 
         def keep(block: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                recorded[block] = (args[0], output)
+                recorded[block] = (args[0], output.clone())  # Falcon adds attention's output in place
                 if stop and block == max(blocks):
                     raise StopForward
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.common.errors import MxdError
+from mxd.evaluation.faithfulness import Constant
 from mxd.layers import MLPShape
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import TopKConfig
@@ -114,9 +115,10 @@ def test_the_tables_of_the_docs_name_these_families():
 def test_the_form_of_an_mlp_is_read(read, ids):
     model, shape = read
     assert [model.mlp_shape(block) for block in (0, 1)] == [shape, shape]
-    x, y = model.record(ids, [1])[1]
+    sites = model.record(ids, [0, 1])
     with torch.no_grad():
-        torch.testing.assert_close(model.mlp(1)(x), y)
+        for block, (x, y) in sites.items():
+            torch.testing.assert_close(model.mlp(block)(x), y)  # also where the block goes on in place, as Falcon's
     torch.testing.assert_close(mlp_formula(model.mlp_weights(1), shape.activation, x), y, atol=1e-4, rtol=1e-4)
 
 
@@ -130,6 +132,16 @@ def test_an_exact_replacement_changes_no_logit(read, ids):
         layer.bias.data[0] += 1
         assert (model.logits(ids) - before).abs().max() > 0.01
     assert torch.equal(model.logits(ids), before)
+
+
+def test_an_ablated_mlp_answers_the_same_everywhere(read, ids):
+    model, _ = read
+    everywhere = torch.nn.Linear(32, 32)
+    everywhere.weight.data.zero_()
+    with spliced(model, {1: everywhere}):
+        expected = model.logits(ids)
+    with spliced(model, {1: Constant(everywhere.bias.detach())}):
+        assert torch.equal(model.logits(ids), expected)
 
 
 @pytest.mark.parametrize("kind", STATED)
