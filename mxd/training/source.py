@@ -95,10 +95,12 @@ def cache_activations(
         base = load_base(config, model)
         tokens = config.training.steps * config.training.batch_tokens
         widths = [(shape.d_in, shape.d_out) for shape in map(base.mlp_shape, blocks_of(config, base))]
+        text = _documents(config, base)
+        text_contexts(config, base, None, text)  # raises what would end it, before there is a folder
         claim_cache(location, _identity(config, base), cache_bytes(widths, tokens, dtype), dtype)
 
         def stream(start: Cursor, accept: WindowFilter) -> Iterator[Batch]:
-            return _live(config, base, start, accept=accept)
+            return _live(config, base, start, accept=accept, text=text)
 
         write_cache(location, stream, tokens, worker or (processes.rank, processes.world))
 
@@ -154,7 +156,7 @@ def text_contexts(
         raise MxdError("the base model has no tokenizer; pass one to load_frozen(..., tokenizer=...).")
     base.check_context(data.context)
     if text is None:
-        text = documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer)
+        text = _documents(config, base)
     contexts = token_contexts(
         text,
         base.tokenizer,
@@ -172,6 +174,11 @@ def text_contexts(
         if wanted > tokens:
             say_once(f"The text holds {tokens:,} tokens, so {wanted:,} of training are {wanted / tokens:.1f} epochs.")
     return contexts
+
+
+def _documents(config: RunConfig, base: FrozenModel) -> Iterable[str]:
+    data = config.data
+    return documents(data.source, data.split, data.column, data.streaming, config.seed, data.part, base.tokenizer)
 
 
 def own_documents(config: RunConfig, base: FrozenModel, text: Any, split: str | None = None) -> Iterable[str] | None:

@@ -1,4 +1,4 @@
-"""Eighty mistakes of a new user: each ends in a message that says what to do, at once, and leaves nothing behind."""
+"""What a new user gets wrong: each ends in a message that says what to do, at once, and leaves nothing behind."""
 
 import json
 import re
@@ -89,6 +89,10 @@ train c.yaml --data.source ./texts | there is no text './texts' here
 train c.yaml --data.source few.jsonl --data.split train | held-out side of 'few.jsonl' is less than one
 train c.yaml --data.cache nowhere | no activation cache at 'nowhere'; write one with: mxd cache
 train c.yaml --data.cache done | no activation cache at 'done'
+cache c.yaml new --blocks foo | blocks: expected numbers such as 0,3 | got 'foo'
+cache c.yaml new --blocks 6 | block 6 is out of range: tiny-gpt2 has 6 blocks
+cache c.yaml new --data.context 1000 | a context of 1,000 tokens is more than the 128 positions of tiny-gpt2
+cache c.yaml new --data.column body | no column 'body'; it has: text, source. Set data.column
 cache c.yaml done | done exists and is not an activation cache; choose another folder
 cache c.yaml c.yaml | c.yaml exists and is not an activation cache
 cache c.yaml c.yaml/below | Not a directory; choose another folder
@@ -101,6 +105,8 @@ train c.yaml --resume | nothing to resume in | Start without --resume
 compare c.yaml --evaluation.questions probing --evaluation.probing.sets x.csv | no labelled texts at 'x.csv'
 compare c.yaml --evaluation.split nope | unknown split 'nope'; choose one of: train, validation, test
 plan c.yaml --json . | '.' is a folder; give the file to write
+info nowhere | no checkpoint at 'nowhere': expected a folder
+tune done --source nowhere.txt | no text at 'nowhere.txt'; expected a file, a folder, or a pattern
 evaluate nowhere | no checkpoint at 'nowhere': expected a folder
 evaluate done --out . | '.' is a folder; give the file to write, such as 'results.json'
 evaluate done --out c.yaml/x.json | cannot write 'c.yaml/x.json'
