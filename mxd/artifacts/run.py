@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mxd.artifacts.checkpoint import Trained, load_layer, load_layers
 from mxd.artifacts.folders import read_layer
 from mxd.artifacts.listing import layers_in
+from mxd.common.arrays import unpacked
 from mxd.common.errors import MxdError, unknown
 from mxd.common.files import read_json, regular
 from mxd.common.frames import data_frame
@@ -61,7 +62,7 @@ class Run(os.PathLike[str]):
         Raises:
             MxdError: a file is damaged.
         """
-        return {file.stem: read_json(file) for file in self._measured()}
+        return {file.stem: read_json(file, unpacked) for file in self._measured()}
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return ``metrics`` as a data frame.

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
@@ -16,7 +16,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from mxd.common.errors import MxdError
-from mxd.common.parsing import parse_json
+from mxd.common.parsing import Hook, parse_json
 
 
 def regular(path: Path) -> Path:
@@ -205,18 +205,28 @@ def publish(partial: Path, target: Path) -> None:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON that a person can read."""
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+def write_json(path: Path, value: Any, default: Callable[[Any], Any] = str) -> None:
+    """Write JSON that a person can read.
+
+    Args:
+        path: the file.
+        value: the data.
+        default: says what stands for a value that JSON lacks.
+    """
+    path.write_text(json.dumps(value, indent=2, default=default) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, hook: Hook | None = None) -> Any:
     """Read JSON.
+
+    Args:
+        path: the file.
+        hook: as for ``parse_json``.
 
     Raises:
         MxdError: the file is not JSON.
     """
     try:
-        return parse_json(read_text(path))
+        return parse_json(read_text(path), hook)
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}") from error

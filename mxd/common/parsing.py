@@ -5,10 +5,13 @@ Whatever is wrong with a text is a ``ValueError`` that says so in one line; call
 
 import json
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 import yaml
+
+Hook = Callable[[dict[str, Any]], Any]
 
 MOST_VALUES = 100_000
 """The most values that a YAML file may hold, every alias counted as often as it is used."""
@@ -20,14 +23,18 @@ LARGEST = 2**63 - 1
 """The largest whole number: sizes, counts and seeds are 64-bit integers where they are used."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, hook: Hook | None = None) -> Any:
     """Return the data of a JSON text.
+
+    Args:
+        text: the text.
+        hook: makes something else of an object, the innermost first; a ``ValueError`` if it cannot.
 
     Raises:
         ValueError: it is not JSON, nested too deeply, or holds a whole number beyond ``LARGEST``.
     """
     try:
-        return json.loads(text, parse_int=_whole)
+        return json.loads(text, parse_int=_whole, object_hook=hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -13,6 +13,7 @@ from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance, versions
 from mxd.artifacts.readme import update_cards
 from mxd.artifacts.sets import as_trained, base_model, check_base, named_layers, sets_of
+from mxd.common.arrays import packed
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.common.numbers import plural
@@ -196,7 +197,7 @@ def save_results(results: Mapping[str, Any], path: str | Path) -> Path:
     """
     path = Path(path)
     with whole_file(path) as file:
-        write_json(file, dict(results))
+        write_json(file, dict(results), packed)
     if path.name == "faithfulness.json":
         update_cards(path.parent)
     return path

@@ -92,12 +92,12 @@ def evaluate_masking(
         beside: what else is measured under each mask; nothing by default.
 
     Returns:
-        Name -> ``domains``; how many ``units`` each has, and ``members``, which (domain -> block -> units); on each
-        domain's measured ``texts``, the ``loss`` of the splice and ``loss_base`` of the base model, in nats per token;
-        ``matrix[i][j]``, the change of the loss on domain j when the units of domain i are masked, with standard errors
-        over texts ``matrix_se``; ``control`` and ``control_se``, the same for units drawn at random; and the means of
-        the diagonals and of the rest, ``target``, ``others``, ``control_target``, ``control_others``;
-        and what ``beside.measure`` returns.
+        Name -> ``domains``; how many ``units`` each has, and ``members``, which (domain -> block -> int32 array); on
+        each domain's measured ``texts``, the ``loss`` of the splice and ``loss_base`` of the base model, in nats per
+        token; ``matrix[i][j]``, the change of the loss on domain j when the units of domain i are masked, with standard
+        errors over texts ``matrix_se``; ``control`` and ``control_se``, the same for units drawn at random; and the
+        means of the diagonals and of the rest, ``target``, ``others``, ``control_target``, ``control_others``; and what
+        ``beside.measure`` returns.
 
     Raises:
         MxdError: fewer than two domains, a domain with fewer than two texts, no tokenizer, numbers that make no sense,
@@ -119,7 +119,7 @@ def evaluate_masking(
 
 
 def _report(domains: Sequence[str], ablation: Ablation) -> dict[str, Any]:
-    members = [{str(number): units for number, units in mask.items()} for mask in ablation.masks]
+    members = [{str(number): np.array(units, np.int32) for number, units in mask.items()} for mask in ablation.masks]
     return {
         "units": dict(zip(domains, ablation.sizes, strict=True)),
         "members": dict(zip(domains, members, strict=True)),

@@ -153,11 +153,11 @@ class _Counted:
         found["units"] = {
             str(unit): {"intervals": _pages(model, unit, intervals[unit], activations, text)}
             | added
-            | {key: found[of][unit] for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))}
+            | {key: float(found[of][unit]) for key, of in (("rate", "rates"), ("mean", "means"), ("max", "maxima"))}
             for unit, added in adds.items()
         }
         if self.loads is not None:
-            found["loads"] = (self.loads / max(moments.tokens, 1)).tolist()
+            found["loads"] = (self.loads / max(moments.tokens, 1)).numpy()
             found["loaded"] = int(self.loads.count_nonzero())
         return found | {"logits": logits}
 
@@ -192,9 +192,9 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
     """Return how often and how strongly all units fire (app. C.1).
 
     Returns:
-        ``tokens``; for every unit its rate, mean activation where active, and largest, in ``rates``, ``means``,
-        ``maxima``; a ``histogram`` of log10 of the rates of those that fire; how many are ``dead``; and which are
-        ``shared``, active at more than ``shared_above`` of the tokens.
+        ``tokens``; for every unit its rate, mean activation where active, and largest, in the float32 arrays ``rates``,
+        ``means``, ``maxima``; a ``histogram`` of log10 of the rates of those that fire; how many are ``dead``; and
+        which are ``shared``, active at more than ``shared_above`` of the tokens.
     """
     rates, counts = moments.rates, moments.counts
     low = math.floor(-math.log10(max(moments.tokens, 2)))
@@ -203,9 +203,9 @@ def firing(moments: CodeMoments, shared: float) -> dict[str, Any]:
     over = [(n, rate) for n, rate in enumerate(rates.tolist()) if rate > shared]
     return {
         "tokens": moments.tokens,
-        "rates": rates.tolist(),
-        "means": (moments.sums / counts.clamp_min(1)).tolist(),
-        "maxima": moments.maxima.tolist(),
+        "rates": rates.float().numpy(),
+        "means": (moments.sums / counts.clamp_min(1)).float().numpy(),
+        "maxima": moments.maxima.numpy(),
         "histogram": {"log10_edges": edges.tolist(), "counts": histogram.tolist()},
         "dead": int((counts == 0).sum()),
         "shared_above": shared,

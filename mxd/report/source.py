@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mxd.common.arrays import unpacked
 from mxd.common.errors import MxdError
 from mxd.common.files import read_text
 from mxd.common.parsing import parse_json
@@ -69,7 +72,9 @@ class Node:
         return float(self.value)
 
     def numbers(self) -> list[float]:
-        """Return a list of numbers."""
+        """Return a list or an array of numbers."""
+        if isinstance(self.value, np.ndarray):
+            return self.value.astype(float).tolist()
         if isinstance(self.value, list) and all(type(value) in (float, int) for value in self.value):
             return [float(value) for value in self.value]
         return [value.number() for value in self]
@@ -101,7 +106,7 @@ def read_document(path: Path, name: str) -> Node:
         MxdError: it cannot be read, or holds something else.
     """
     try:
-        value = parse_json(read_text(path))
+        value = parse_json(read_text(path), unpacked)
     except (OSError, ValueError) as error:
         raise MxdError(f"cannot read {path}: {error}. Measure again, or delete the file.") from error
     if not isinstance(value, dict):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mxd.artifacts.folders import read_layer
+from mxd.common.arrays import unpacked
 from mxd.common.files import read_json
 from mxd.evaluation.walk import Mean
 from mxd.layers import ReplacementConfig
@@ -92,7 +93,7 @@ class Answers(list[Answer]):
             MxdError: the file or a layer is damaged.
         """
         file = run / f"{question}.json"
-        results = read_json(file)["results"] if file.is_file() else {}
+        results = read_json(file, unpacked)["results"] if file.is_file() else {}
         folders = {name: run / name.rpartition("/")[2] for name in results}
         return Answers(
             Answer(read_layer(folder)[0], results[name])

@@ -8,6 +8,7 @@ from variants import GENERAL
 
 from mxd.common.errors import MxdError
 from mxd.evaluation import directions as directions_module
+from mxd.evaluation.checkpoints import save_results
 from mxd.evaluation.units import evaluate_units
 from mxd.layers import LAYERS, parse_layer
 from mxd.questions import UnitsConfig
@@ -154,7 +155,7 @@ def test_a_layer_that_is_not_additive_has_histograms_alone(gpt2, rows):
     assert all(not unit["promoted"] and unit["cosine"] is None for unit in got["units"].values())
 
 
-def test_only_the_units_shown_carry_more_than_numbers(gpt2, rows):
+def test_only_the_units_shown_carry_more_than_numbers(gpt2, rows, tmp_path):
     """At N = 262,144 the file holds three numbers for each unit, and no more than ``top`` units with tokens."""
     shape = gpt2.mlp_shape(1)
     fields = {"method": "transcoder", "num_units": 262_144, "sparsity": {"kind": "topk", "k": 4}}
@@ -162,6 +163,8 @@ def test_only_the_units_shown_carry_more_than_numbers(gpt2, rows):
     layer.decoder.data.normal_(generator=torch.Generator().manual_seed(0))
     got = looked_at(gpt2, layer, rows[:4], top=3)
     assert len(got["rates"]) == 262_144 and len(got["units"]) == 3
+    save_results({"results": {"a": got}}, tmp_path / "units.json")
+    assert (tmp_path / "units.json").stat().st_size < 4.5e6
     assert {len(unit["promoted"]) for unit in got["units"].values()} == {directions_module.TOKENS}
 
 

@@ -265,6 +265,10 @@ def members(masks, domains):
     return {d: {str(n): list(units) for n, units in mask.items()} for d, mask in zip(domains, masks, strict=True)}
 
 
+def listed(members):
+    return {domain: {n: units.tolist() for n, units in mask.items()} for domain, mask in members.items()}
+
+
 @pytest.mark.parametrize("method", SOME_GENERAL)
 def test_domain_masking_agrees_with_numpy(gpt2, method):
     domains = sorted(set(LABELS))
@@ -282,7 +286,7 @@ def test_domain_masking_agrees_with_numpy(gpt2, method):
             masks[d][number] = np.flatnonzero(belongs).tolist()
     got = evaluate_masking(gpt2, hand.sets, TEXTS, LABELS, MaskingConfig(ratio=1.1), batch=3)["both"]
     assert got["domains"] == domains
-    assert got["members"] == members(masks, domains)
+    assert listed(got["members"]) == members(masks, domains)
     assert got["units"] == {d: sum(map(len, mask.values())) for d, mask in zip(domains, masks, strict=True)}
     assert sum(got["units"].values()) > 6
     hand.check_changes(got, "matrix", masks, 3)
@@ -425,7 +429,7 @@ def test_a_planted_unit_is_found_and_its_loss_felt_where_it_fires(gpt2):
     layer.encoder_bias.data[5] = -(rest @ direction).max() - 1e-3
     layer.decoder.data[5] = torch.linspace(-30, 30, 32)
     got = evaluate_masking(gpt2, {"a": {1: trained_on(gpt2, 1, layer)}}, TEXTS, LABELS, MaskingConfig(ratio=1e6))["a"]
-    assert got["members"] == {"animals": {"1": []}, "laws": {"1": []}, "numbers": {"1": [5]}}
+    assert listed(got["members"]) == {"animals": {"1": []}, "laws": {"1": []}, "numbers": {"1": [5]}}
     assert got["matrix"][0] == got["matrix"][1] == got["matrix_se"][1] == [0, 0, 0]
     assert abs(got["matrix"][2][2]) > 0.01 and got["matrix"][2][:2] == [0, 0]
     assert got["control"][0] == [0, 0, 0]
@@ -519,7 +523,7 @@ def test_results_do_not_depend_on_the_batch_or_on_what_else_is_measured(gpt2):
     how, sets = MaskingConfig(ratio=1.5), {"b": other, "a": one, "ab": {**one, **other}}
     alone = evaluate_masking(gpt2, {"a": one}, TEXTS, LABELS, how, batch=1)["a"]
     among = evaluate_masking(gpt2, sets, TEXTS, LABELS, how, batch=5)["a"]
-    assert alone["members"] == among["members"]
+    assert listed(alone["members"]) == listed(among["members"])
     for key in ("matrix", "matrix_se", "control", "loss", "loss_base"):
         np.testing.assert_allclose(alone[key], among[key], atol=1e-5)
     assert not any(hasattr(block.mlp, "off") for block in gpt2.blocks)

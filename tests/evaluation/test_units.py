@@ -322,7 +322,7 @@ def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     assert set(document["results"]) == {f"{tmp_path.name}/block1", f"{tmp_path.name}/block2"}
     assert document["tokens_asked"] == 1024 and document["seed"] == 0
     for result in document["results"].values():
-        assert list(result["units"]) == ["3", "7"] and len(result["rates"]) == UNITS
+        assert list(result["units"]) == ["3", "7"] and result["rates"]["length"] == UNITS
         assert result["tokens"] < 1024
     assert "units.json" in out and f"{tmp_path.name}/block2" in out and "dead" in out
     code, _, err = mxd(capsys, "units", tmp_path, "--units", "3;7")

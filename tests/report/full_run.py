@@ -8,6 +8,7 @@ import numpy as np
 
 from mxd.artifacts.checkpoint import save_layer
 from mxd.artifacts.provenance import Provenance
+from mxd.common.arrays import packed
 from mxd.common.files import write_json
 from mxd.layers import parse_layer
 
@@ -84,7 +85,7 @@ def fill(folder: Path, ks: tuple[int, ...] = (8, 32), extra: dict[str, dict[str,
         if kind == "probing":
             results["MLP neurons, block 1"] = probed(rng, "", 3)
         data = {"source": "made-up text", "split": "validation"}
-        write_json(folder / f"{kind}.json", {"model": "made-up", "data": data, "results": results})
+        write_json(folder / f"{kind}.json", {"model": "made-up", "data": data, "results": results}, packed)
     return folder
 
 
@@ -226,7 +227,7 @@ def looked_at(rng: Any, name: str, n: int) -> dict[str, Any]:
     return {
         "block": 1,
         "tokens": 100_000,
-        "rates": rates.tolist(),
+        "rates": rates.astype(np.float32) if n % 2 else rates.tolist(),  # lists: older files
         "histogram": {"log10_edges": [-4, -3, -2, -1, 0], "counts": [1, 20, 60, 38]},
         "dead": 1,
         "shared": [{"unit": 3, "rate": 0.99}],

@@ -57,7 +57,7 @@ def _histograms(results: Results) -> Figure:
     panels = []
     for facet in facets:
         here = [(r, n) for r, n in results if (r.budget, r.where) == facet]
-        drawn = [Line(keys[r.line], _steps(n["histogram"], len(n["rates"].value)), marks=False) for r, n in here]
+        drawn = [Line(keys[r.line], _steps(n["histogram"], len(n["rates"].numbers())), marks=False) for r, n in here]
         title = ", ".join(filter(None, facet)) or "other layers"
         axes = Axis(f"log10 of the {RATE.label}"), Axis("share of units", low=0.0, percent=True)
         panels.append(lines(title, *axes, drawn))
@@ -82,7 +82,7 @@ def _table(results: Results) -> Table:
     rows, loaded = [], [LOADED_UNITS] if any(result.get(LOADED_UNITS.key) for _, result in results) else []
     for replacement, result in results:
         shared = [f"{unit['unit'].number():.0f} ({unit['rate'].number():.0%})" for unit in result["shared"]]
-        units = len(result["rates"].value)
+        units = len(result["rates"].numbers())
         dead = result[DEAD_UNITS.key].number() / max(units, 1)
         rows.append(
             [
