@@ -307,6 +307,23 @@ def test_the_stream_gives_a_cpus_batches_and_waits_a_few_times_a_window(gpu, bui
                 torch.testing.assert_close(b.cpu(), a)
 
 
+def test_a_gpus_base_model_takes_one_kernel_for_gelu_and_a_cpus_or_given_one_stays_as_it_is(gpu, build_model):
+    """The same function, up to rounding."""
+
+    def kinds(model):
+        return {type(block.mlp.act).__name__ for block in model.blocks}
+
+    here, there = load_frozen("tiny-gpt2", device="cpu"), load_frozen("tiny-gpt2", device=str(DEVICE))
+    given = load_frozen(build_model("gpt2").to(DEVICE))
+    assert kinds(here) == kinds(given) == {"NewGELUActivation"} and kinds(there) == {"GELU"}
+    ids = torch.arange(5, 29)[None]
+    expected, found = (model.record(ids, [1, 3]) for model in (here, there))
+    for number, site in expected.items():
+        for a, b in zip(site, found[number], strict=True):
+            assert isinstance(b, Pretended)
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
+
+
 def run(folder, device):
     return small(
         folder,
