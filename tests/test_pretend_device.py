@@ -136,6 +136,61 @@ def test_a_gpus_way_to_sort_by_unit_and_to_count_gives_the_same(tokens, k, units
     assert int(found[2]) == int((code.activations > 0).sum())
 
 
+@pytest.mark.parametrize("span", [1, 2, 3, 64])
+@pytest.mark.parametrize(("tokens", "k", "units"), [(9, 3, 11), (20, 2, 60), (6, 1, 1), (0, 2, 4), (4, 0, 5)])
+def test_a_gpu_sums_long_lists_in_spans(tokens, k, units, span, gpu, monkeypatch):
+    """Without waiting; unit 0 is on in every token, others in none."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sparse, "SPAN", span)
+    indices, values = torch.rand(tokens, units).topk(k).indices, torch.randn(tokens, k, dtype=torch.float64)
+    indices[:, :1] = 0
+    rows, lengths, real = torch.randn(tokens, 5, dtype=torch.float64), [], sparse._sum_lists
+
+    def noted(*args):
+        lengths.append(args[3].diff())
+        return real(*args)
+
+    monkeypatch.setattr(sparse, "_sum_lists", noted)
+    there = [tensor.to(DEVICE) for tensor in (values, indices, rows)]
+    gpu.waits.clear()
+    found = sparse._scatter_rows(*there, units, Selection())
+    assert not gpu.waits
+    code = torch.zeros(tokens, units, dtype=torch.float64).scatter_add(1, indices, values)
+    torch.testing.assert_close(found.cpu(), code.T @ rows)
+    if indices.numel():
+        first, second = (length.cpu() for length in lengths)
+        assert first.max() <= span and first.sum() == tokens * k
+        assert len(second) == units and second.sum() == len(first) and second.max() <= tokens // span + 2
+
+
+@pytest.mark.parametrize("units", [45, 48])
+def test_a_gpu_writes_its_pre_activations_as_one_whole_and_dots_candidates_unsorted(units, gpu, monkeypatch):
+    """The same units and values as on a CPU; rows with NaN lead nowhere outside of the weights."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "SPARE", 6)
+    x, weight, bias = torch.randn(20, 7), torch.randn(units, 7), torch.randn(units)
+    outs, real = [], torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *args, out: outs.append((out.dtype, out.is_contiguous())) or real(*args, out=out)
+    )
+    monkeypatch.setattr(Selection, "by_unit", None)
+    found = sparse.topk_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), 3, "bfloat16")
+    assert (torch.bfloat16, True) in outs and (torch.bfloat16, False) not in outs
+    monkeypatch.undo()
+    order = found[1].cpu().argsort(dim=1)
+    pre = torch.addmm(bias, x, weight.T).relu()
+    expected = pre.topk(3).indices.sort(dim=1).values
+    positive = pre.gather(1, expected) > 0
+    assert torch.equal(found[1].cpu().gather(1, order)[positive], expected[positive])
+    torch.testing.assert_close(found[0].cpu().gather(1, order), pre.gather(1, expected))
+    x[0, 0] = torch.nan
+    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "SPARE", 6)
+    _, chosen = sparse.topk_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), 3, "bfloat16")
+    assert chosen.cpu().max() < units
+
+
 def test_a_code_of_all_units_comes_back_without_their_numbers(gpu):
     values = torch.randn(3, 5)
     for all_units, copies in ((True, 1), (False, 2)):

@@ -194,7 +194,7 @@ def _load(
 def _fuse_gelu(module: nn.Module) -> None:
     """Let torch's one kernel compute GELU's tanh form where transformers takes eight: the same function up to rounding.
 
-    Eight kernels a block are a third of GPT-2's forward on a GPU, by the bytes that they move. On a CPU nothing changes.
+    Eight kernels a block are a third of GPT-2's forward on a GPU, by the bytes that they move.
     """
     from transformers.activations import FastGELUActivation, NewGELUActivation
 
