@@ -424,7 +424,7 @@ def _from_candidates(
     low_bias = bias.to(torch.bfloat16)
     tops, candidates = _largest(low_x, low_weight, F.pad(low_bias, (0, padding), value=-torch.inf), count)
     if padding:
-        candidates.clamp_(max=units - 1)  # chosen only in rows with a NaN, of which nothing is proven
+        candidates.clamp_(max=units - 1)  # chosen only in rows that are not finite, of which nothing is proven
     exact = _gather_dot(x, candidates, weight).add_(bias[candidates])
     values, chosen = exact.topk(k, sorted=False)
     indices = candidates.gather(1, chosen)
