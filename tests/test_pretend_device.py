@@ -462,3 +462,4 @@ def test_questions_are_answered_with_a_cpus_numbers(question, trained):
     assert paths and found
     waits = {where for why, where in gpu.places()}
     assert not any(where.startswith(("mxd/splice.py forward", "mxd/evaluation/walk.py see")) for where in waits)
+    assert not any(why == "number" and where.endswith((" see", " count")) for why, where in gpu.places())  # totals stay
