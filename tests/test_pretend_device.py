@@ -136,6 +136,61 @@ def test_a_gpus_way_to_sort_by_unit_and_to_count_gives_the_same(tokens, k, units
     assert int(found[2]) == int((code.activations > 0).sum())
 
 
+@pytest.mark.parametrize("span", [1, 2, 3, 64])
+@pytest.mark.parametrize(("tokens", "k", "units"), [(9, 3, 11), (20, 2, 60), (6, 1, 1), (0, 2, 4), (4, 0, 5)])
+def test_a_gpu_sums_long_lists_in_spans(tokens, k, units, span, gpu, monkeypatch):
+    """Without waiting; unit 0 is on in every token, others in none."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sparse, "SPAN", span)
+    indices, values = torch.rand(tokens, units).topk(k).indices, torch.randn(tokens, k, dtype=torch.float64)
+    indices[:, :1] = 0
+    rows, lengths, real = torch.randn(tokens, 5, dtype=torch.float64), [], sparse._sum_lists
+
+    def noted(*args):
+        lengths.append(args[3].diff())
+        return real(*args)
+
+    monkeypatch.setattr(sparse, "_sum_lists", noted)
+    there = [tensor.to(DEVICE) for tensor in (values, indices, rows)]
+    gpu.waits.clear()
+    found = sparse._scatter_rows(*there, units, Selection())
+    assert not gpu.waits
+    code = torch.zeros(tokens, units, dtype=torch.float64).scatter_add(1, indices, values)
+    torch.testing.assert_close(found.cpu(), code.T @ rows)
+    if indices.numel():
+        first, second = (length.cpu() for length in lengths)
+        assert first.max() <= span and first.sum() == tokens * k
+        assert len(second) == units and second.sum() == len(first) and second.max() <= tokens // span + 2
+
+
+@pytest.mark.parametrize("units", [45, 48])
+def test_a_gpu_writes_its_pre_activations_as_one_whole_and_dots_candidates_unsorted(units, gpu, monkeypatch):
+    """The same units and values as on a CPU; infinite inputs lead to no unit that is not there."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "SPARE", 6)
+    x, weight, bias = torch.randn(20, 7), torch.randn(units, 7), torch.randn(units)
+    outs, real = [], torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *args, out: outs.append((out.dtype, out.is_contiguous())) or real(*args, out=out)
+    )
+    monkeypatch.setattr(Selection, "by_unit", None)
+    found = sparse.topk_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), 3, "bfloat16")
+    assert (torch.bfloat16, True) in outs and (torch.bfloat16, False) not in outs
+    monkeypatch.undo()
+    order = found[1].cpu().argsort(dim=1)
+    pre = torch.addmm(bias, x, weight.T).relu()
+    expected = pre.topk(3).indices.sort(dim=1).values
+    positive = pre.gather(1, expected) > 0
+    assert torch.equal(found[1].cpu().gather(1, order)[positive], expected[positive])
+    torch.testing.assert_close(found[0].cpu().gather(1, order), pre.gather(1, expected))
+    x[0, 0] = torch.inf  # times 0 is NaN, which is larger than all
+    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "SPARE", 6)
+    _, chosen = sparse.topk_linear(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), 3, "bfloat16")
+    assert chosen.cpu().max() < units
+
+
 def test_a_code_of_all_units_comes_back_without_their_numbers(gpu):
     values = torch.randn(3, 5)
     for all_units, copies in ((True, 1), (False, 2)):
@@ -307,6 +362,23 @@ def test_the_stream_gives_a_cpus_batches_and_waits_a_few_times_a_window(gpu, bui
                 torch.testing.assert_close(b.cpu(), a)
 
 
+def test_a_gpus_base_model_takes_one_kernel_for_gelu_and_a_cpus_or_given_one_stays_as_it_is(gpu, build_model):
+    """The same function, up to rounding."""
+
+    def kinds(model):
+        return {type(block.mlp.act).__name__ for block in model.blocks}
+
+    here, there = load_frozen("tiny-gpt2", device="cpu"), load_frozen("tiny-gpt2", device=str(DEVICE))
+    given = load_frozen(build_model("gpt2").to(DEVICE))
+    assert kinds(here) == kinds(given) == {"NewGELUActivation"} and kinds(there) == {"GELU"}
+    ids = torch.arange(5, 29)[None]
+    expected, found = (model.record(ids, [1, 3]) for model in (here, there))
+    for number, site in expected.items():
+        for a, b in zip(site, found[number], strict=True):
+            assert isinstance(b, Pretended)
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
+
+
 def run(folder, device):
     return small(
         folder,
@@ -390,3 +462,4 @@ def test_questions_are_answered_with_a_cpus_numbers(question, trained):
     assert paths and found
     waits = {where for why, where in gpu.places()}
     assert not any(where.startswith(("mxd/splice.py forward", "mxd/evaluation/walk.py see")) for where in waits)
+    assert not any(why == "number" and where.endswith((" see", " count")) for why, where in gpu.places())  # totals stay

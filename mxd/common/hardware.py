@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 LENGTH = 0.3
 """Seconds for which a speed is measured."""
@@ -20,6 +21,11 @@ def amount(size: float) -> str:
     """
     unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if size >= pair[0]), (2**10, "KiB"))
     return f"{size / unit:.1f} {name}"
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on its device; Apple's GPUs have none, so from there on the CPU."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
 
 
 def free_memory(device: torch.device) -> int:

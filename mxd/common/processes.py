@@ -43,6 +43,9 @@ QUIET = 3.0
 PATIENCE = 15.0
 """The same for a process that was asked to stop and waits for the others; torchrun kills after 30."""
 
+BUCKET = 2**20
+"""Bytes of a tensor up to which it is averaged together with others: less would take longer to begin than to send."""
+
 _LOSS = re.compile(r"gloo/|pair closure|NCCL|[Cc]onnection|[Tt]imed out")
 """How torch's errors read when another process is gone."""
 
@@ -201,17 +204,26 @@ class Processes:
         return tensor
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the processes, in place."""
+        """Average tensors over the processes, in place; small ones, of one dtype, in one bucket."""
         if self.world == 1 or not tensors:
             return
+        buckets: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel() * tensor.element_size() <= BUCKET:
+                buckets.setdefault(tensor.dtype, []).append(tensor)
+        packed = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets.values()]
+        sent = packed + [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > BUCKET]
 
         def add() -> None:
-            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]:
+            for work in [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in sent]:
                 work.wait()
 
         self._call(add, tensors[0].device)
-        for tensor in tensors:
+        for tensor in sent:
             tensor /= self.world
+        for bucket, flat in zip(buckets.values(), packed, strict=True):
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def any(self, flag: bool) -> bool:
         """Return whether any process has set its flag."""

@@ -17,8 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mxd.common.hardware import in_double
 from mxd.evaluation.ranks import weight_ranks
-from mxd.evaluation.walk import CodeMoments
+from mxd.evaluation.walk import CodeMoments, Totals
 from mxd.layers import Code, ReplacementLayer
 from mxd.layers.losses import normalized_mse
 
@@ -34,21 +35,21 @@ class Energy:
 
     def __init__(self) -> None:
         self.sum: Tensor | float = 0.0
-        self.squares = 0.0
+        self.squares: Tensor | float = 0.0
         self.tokens = 0
 
     def see(self, vectors: Float[Tensor, "tokens d"]) -> None:
         """Count one vector per token."""
-        vectors = vectors.double()
+        vectors = in_double(vectors)
         self.sum = self.sum + vectors.sum(0)
-        self.squares += float(vectors.square().sum())
+        self.squares = self.squares + vectors.square().sum()
         self.tokens += len(vectors)
 
     @property
     def value(self) -> float:
         """The energy; 0 for no tokens."""
         mean = torch.as_tensor(self.sum).square().sum() / max(self.tokens, 1)
-        return max(0.0, self.squares - float(mean))
+        return max(0.0, float(self.squares) - float(mean))
 
 
 class Account:
@@ -62,13 +63,13 @@ class Account:
         self.moments = CodeMoments(layer)
         self.hidden: Tensor | float = 0.0
         self.parts = {name: Energy() for name in ("output", "gate", "dense", "interaction", "skip")}
-        self.sums = dict.fromkeys(("output", "routed", "shared", "mean_gate", "fixed", "effective"), 0.0)
+        self.totals = Totals("output", "routed", "shared", "mean_gate", "fixed", "effective")
 
     def see_means(self, x: Float[Tensor, "tokens d_in"]) -> None:
         """Count a batch of the layer's inputs, leaving out those it answers with its stored constant."""
         x = x[~self.layer.at_bos(x)]
         self.moments.count(self.layer.encode(x))
-        self.hidden = self.hidden + self.layer.hidden(x).double().sum(0)
+        self.hidden = self.hidden + in_double(self.layer.hidden(x)).sum(0)
 
     def see(
         self,
@@ -86,7 +87,7 @@ class Account:
             prediction: the layer's outputs for ``x``.
         """
         layer, bias = self.layer, self.layer.bias
-        kept = ~layer.at_bos(x)
+        kept = layer.at_bos(x).logical_not().nonzero().squeeze(1)  # not a mask: each use of one waits for a GPU
         x, y, prediction = x[kept], y[kept], prediction[kept]
         code = code.at(kept)
         mean_code = self.moments.mean_code(x)
@@ -102,26 +103,27 @@ class Account:
         self.parts["dense"].see(mean_gate - constant)
         self.parts["interaction"].see(prediction - fixed - mean_gate + constant)
         self.parts["skip"].see(skip)
-        self.sums["output"] += float((prediction - bias).square().sum())
-        self.sums["routed"] += float((prediction - mean_gate).square().sum())
-        self.sums["shared"] += float((layer.decode(x, only(code, self.moments.leading_unit)) - bias).square().sum())
-        self.sums["mean_gate"] += float(normalized_mse(mean_gate, y)) * len(x)
-        self.sums["fixed"] += float(normalized_mse(fixed, y)) * len(x)
-        self.sums["effective"] += float(effective_units(code.activations).sum())
+        self.totals.add("output", (prediction - bias).square().sum())
+        self.totals.add("routed", (prediction - mean_gate).square().sum())
+        shared = layer.decode(x, only(code, self.moments.leading_unit))
+        self.totals.add("shared", (shared - bias).square().sum())
+        self.totals.add("mean_gate", normalized_mse(mean_gate, y), len(x))
+        self.totals.add("fixed", normalized_mse(fixed, y), len(x))
+        self.totals.add("effective", effective_units(code.activations).sum())
 
     def report(self) -> dict[str, float]:
         """Return the metrics; docs/evaluation.md says what each can and cannot show."""
-        tokens, output = max(self.moments.tokens, 1), max(self.sums["output"], 1e-30)
+        tokens, output = max(self.moments.tokens, 1), max(self.totals["output"], 1e-30)
         energy = max(self.parts["output"].value, 1e-30)
         return {
             "dead_share": self.moments.dead_share,
-            "routed_share": self.sums["routed"] / output,
-            "shared_share": self.sums["shared"] / output,
-            "nmse_mean_gate": self.sums["mean_gate"] / tokens,
-            "nmse_fixed_directions": self.sums["fixed"] / tokens,
+            "routed_share": self.totals["routed"] / output,
+            "shared_share": self.totals["shared"] / output,
+            "nmse_mean_gate": self.totals["mean_gate"] / tokens,
+            "nmse_fixed_directions": self.totals["fixed"] / tokens,
             **{f"{name}_share": self.parts[name].value / energy for name in ("gate", "dense", "interaction", "skip")},
             "stable_rank": self.stable_rank(),
-            "effective_units": self.sums["effective"] / tokens,
+            "effective_units": self.totals["effective"] / tokens,
         }
 
     def stable_rank(self) -> float:

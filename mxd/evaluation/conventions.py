@@ -31,6 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mxd.common.hardware import in_double
 from mxd.evaluation.walk import Mean
 
 
@@ -41,24 +42,27 @@ class Variances:
         """Begin with the mean of the MLP's outputs over the tokens that count."""
         self.mean = mean
         self.counted, self.excluded = _Sums(), _Sums()
-        self.legacy = 0.0
+        self.legacy: Tensor | float = 0.0
 
     def see(self, y: Float[Tensor, "tokens d_out"], prediction: Float[Tensor, "tokens d_out"]) -> None:
         """Count the MLP's outputs and the replacement's at a batch of tokens that count."""
-        y, error = y.double(), (y - prediction).double()
+        y, error = in_double(y), in_double(y - prediction)
         self.counted.see(y, error)
         about = (y - self.mean.to(y)).square().sum(-1).clamp_min(1e-30)
-        self.legacy += float((1 - error.square().sum(-1) / about).sum())
+        self.legacy = self.legacy + (1 - error.square().sum(-1) / about).sum()
 
     def see_excluded(self, y: Float[Tensor, "tokens d_out"], prediction: Float[Tensor, "tokens d_out"]) -> None:
         """Count both at a batch of tokens that do not count."""
-        self.excluded.see(y.double(), (y - prediction).double())
+        self.excluded.see(in_double(y), in_double(y - prediction))
 
     def report(self) -> dict[str, dict[str, int | float]]:
         """Return the numbers of each tool, with the ``tokens`` over which they are taken."""
         counted, every = self.counted, self.counted.plus(self.excluded)
         tokens = {"tokens": counted.tokens}
-        saelens = {"explained_variance": 1 - counted.fvu, "explained_variance_legacy": self.legacy / counted.tokens}
+        saelens = {
+            "explained_variance": 1 - counted.fvu,
+            "explained_variance_legacy": float(self.legacy) / counted.tokens,
+        }
         return {
             "saelens": tokens | saelens,
             "sae_bench": tokens | {"explained_variance": 1 - counted.errors / counted.about_zero},
@@ -69,18 +73,19 @@ class Variances:
 
 
 class _Sums:
-    """What variances are made of."""
+    """What variances are made of, added up where the numbers are: only reading one waits for a GPU."""
 
     def __init__(self) -> None:
         self.y: Tensor | float = 0.0
         self.error: Tensor | float = 0.0
-        self.squares = self.errors = 0.0
+        self._squares: Tensor | float = 0.0
+        self._errors: Tensor | float = 0.0
         self.tokens = 0
 
     def see(self, y: Float[Tensor, "tokens d_out"], error: Float[Tensor, "tokens d_out"]) -> None:
-        self.y, self.error = self.y + y.sum(0).cpu(), self.error + error.sum(0).cpu()
-        self.squares += float(y.square().sum())
-        self.errors += float(error.square().sum())
+        self.y, self.error = self.y + y.sum(0), self.error + error.sum(0)
+        self._squares = self._squares + y.square().sum()
+        self._errors = self._errors + error.square().sum()
         self.tokens += len(y)
 
     def plus(self, other: "_Sums") -> "_Sums":
@@ -88,6 +93,14 @@ class _Sums:
         for name in vars(both):
             setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
+
+    @property
+    def squares(self) -> float:
+        return float(self._squares)
+
+    @property
+    def errors(self) -> float:
+        return float(self._errors)
 
     @property
     def variance(self) -> float:

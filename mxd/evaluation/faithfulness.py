@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mxd.common.errors import MxdError
+from mxd.common.hardware import in_double
 from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions, special_ids
@@ -27,7 +28,7 @@ from mxd.evaluation.account import Account
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.conventions import Losses, Positions, Variances, losses, padding_of, recovered
 from mxd.evaluation.harness import Tasks, score
-from mxd.evaluation.walk import Mean, cross_entropy, evaluation_mode, next_token_logits, streamed
+from mxd.evaluation.walk import Mean, Totals, cross_entropy, evaluation_mode, next_token_logits, streamed
 from mxd.layers import ReplacementConfig, ReplacementLayer
 from mxd.layers.losses import normalized_mse
 from mxd.model.frozen import FrozenModel
@@ -130,8 +131,9 @@ class Reconstruction:
     def __init__(self, layer: nn.Module, account: Account | None) -> None:
         self.layer = layer
         self.account = account
-        self.sums = dict.fromkeys(("nmse", "error", "y_squared", "tokens", "active"), 0.0)
-        self.y = torch.zeros(())
+        self.tokens = 0
+        self.totals = Totals("nmse", "error", "y_squared", "active")
+        self.y: Tensor | float = 0.0
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Reconstruction":
@@ -149,16 +151,16 @@ class Reconstruction:
             x = self.layer.read(x, y)
             code = self.layer.encode(x)
             prediction = self.layer.decode(x, code)
-            self.sums["active"] += int(code.active_count())
+            self.totals.add("active", code.active_count())
             if self.account is not None:
                 self.account.see(x, y, code, prediction)
         else:
             prediction = self.layer(x)
-        self.sums["tokens"] += len(x)
-        self.sums["nmse"] += float(normalized_mse(prediction, y)) * len(x)
-        self.sums["error"] += float((y - prediction).double().square().sum())
-        self.sums["y_squared"] += float(y.double().square().sum())
-        self.y = self.y + y.double().sum(0).cpu()
+        self.tokens += len(x)
+        self.totals.add("nmse", normalized_mse(prediction, y), len(x))
+        self.totals.add("error", in_double(y - prediction).square().sum())
+        self.totals.add("y_squared", in_double(y).square().sum())
+        self.y = self.y + in_double(y).sum(0)
         return prediction
 
     def predict(
@@ -171,11 +173,11 @@ class Reconstruction:
 
     def report(self) -> dict[str, float]:
         """Return the reconstruction, and what it is made of."""
-        n = self.sums["tokens"]
-        fvu = self.sums["error"] / (self.sums["y_squared"] - float(self.y.square().sum()) / n)
-        metrics = {"normalized_mse": self.sums["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
+        n = self.tokens
+        fvu = self.totals["error"] / (self.totals["y_squared"] - float(torch.as_tensor(self.y).square().sum()) / n)
+        metrics = {"normalized_mse": self.totals["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
         if isinstance(self.layer, ReplacementLayer):
-            metrics["l0"] = self.sums["active"] / n
+            metrics["l0"] = self.totals["active"] / n
         return metrics | (self.account.report() if self.account is not None else {})
 
 
@@ -227,20 +229,25 @@ class MeasuredSet:
         }
 
     def see(
-        self, seen: Mapping[int, tuple[Tensor, Tensor]], counted: Bool[Tensor, "batch seq"], means: Mapping[int, Tensor]
+        self,
+        seen: Mapping[int, tuple[Tensor, Tensor]],
+        at: Int[Tensor, " tokens"],
+        others: Int[Tensor, " other"],
+        means: Mapping[int, Tensor],
     ) -> None:
         """Show the base model's activations at a batch to the reconstructions.
 
         Args:
             seen: block -> its MLP's inputs and outputs.
-            counted: where they count.
+            at: the positions at which they count, in the flattened batch.
+            others: all other positions.
             means: block -> mean output of its MLP where that counts.
         """
         for number, reconstruction in self.reconstructions.items():
             variances = self.variances.setdefault(number, Variances(means[number]))
-            x, y = counted_site(seen[number], counted)
+            x, y = site_at(seen[number], at)
             variances.see(y, reconstruction.see(x, y))
-            x, y = counted_site(seen[number], ~counted)
+            x, y = site_at(seen[number], others)
             variances.see_excluded(y, reconstruction.predict(x, y))
 
     def report_blocks(self) -> dict[str, dict[str, Any]]:
@@ -370,11 +377,12 @@ def _first_pass(
     layers = sorted({number for member in sets for number in member.layers})
     count = 0
     for batch in batches:
-        counted = torch.from_numpy(counted_positions(batch, excluded))
+        counted = counted_positions(batch, excluded)
         count += int(counted.sum())
-        recorded = {n: counted_site(site, counted) for n, site in model.record(ids_of(batch), layers).items()}
+        at = positions(counted, model.device)
+        recorded = {n: site_at(site, at) for n, site in model.record(ids_of(batch), layers).items()}
         for number, (_, y) in recorded.items():
-            sums[number] = sums.get(number, 0) + y.double().sum(0)
+            sums[number] = sums.get(number, 0) + in_double(y).sum(0)
         for member in sets:
             for number, reconstruction in member.reconstructions.items():
                 reconstruction.see_means(*recorded[number])
@@ -399,13 +407,15 @@ def _second_pass(
     base_ce, padding = Mean(), padding_of(model.tokenizer)
     for batch in batches:
         ids = ids_of(batch).to(model.device)
-        counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
+        mask = counted_positions(batch, excluded)
+        counted = torch.from_numpy(mask).to(model.device)
+        at, others = (positions(part, model.device) for part in (mask, ~mask))
         with model.block_outputs(layers) as below, model.watched(layers) as seen:
-            positions = Positions.of(ids, counted, padding)
-            base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:], positions)
+            conventions = Positions.of(ids, counted, padding)
+            base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:], conventions)
         base_ce.see(base.ce, base.counted)
         for member in sets:
-            member.see(seen, counted, means)
+            member.see(seen, at, others, means)
         for way in chain.from_iterable(all_ways):
             way.prediction.see(base, next_token_logits(way.splice, ids, below))
             advance(batch.size)
@@ -428,13 +438,17 @@ def _cost(config: ReplacementConfig, l0: float) -> dict[str, int | float]:
     }
 
 
-def counted_site(
-    site: tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]], counted: Bool[Tensor, "batch seq"]
+def positions(counted: Bool[np.ndarray, "batch seq"], device: torch.device) -> Int[Tensor, " tokens"]:
+    """Return the positions in the flattened batch that count; found here, since a GPU's mask makes each use wait."""
+    return torch.from_numpy(np.flatnonzero(counted)).to(device)
+
+
+def site_at(
+    site: tuple[Float[Tensor, "batch seq d_in"], Float[Tensor, "batch seq d_out"]], at: Int[Tensor, " tokens"]
 ) -> tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]:
-    """Return a block's activations at the positions that count, in float32."""
+    """Return a block's activations at some positions of the flattened batch, in float32."""
     x, y = site
-    kept = counted.to(x.device)
-    return x[kept].float(), y[kept].float()
+    return x.flatten(0, 1)[at].float(), y.flatten(0, 1)[at].float()
 
 
 def special(model: FrozenModel) -> list[int]:

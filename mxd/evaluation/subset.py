@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.hardware import in_double
 from mxd.common.numbers import plural
 from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts, counted_positions
@@ -27,7 +28,7 @@ from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.choosing import Ranking, drawn, limited, ranking, strengths
 from mxd.evaluation.decoding import decoding_times
 from mxd.evaluation.faithfulness import special
-from mxd.evaluation.walk import CodeMoments, Mean, codes, cross_entropy, evaluating, next_token_logits, streamed
+from mxd.evaluation.walk import CodeMoments, Mean, Totals, codes, cross_entropy, evaluating, next_token_logits, streamed
 from mxd.layers import Code
 from mxd.layers.losses import squared_error
 from mxd.model.frozen import FrozenModel
@@ -99,10 +100,13 @@ class Outcome:
 
     increase: Mean = field(default_factory=Mean)
     error: Mean = field(default_factory=Mean)
-    mass: float = 0.0
-    """Sum of the activations."""
-    active: int = 0
+    totals: Totals = field(default_factory=lambda: Totals("mass", "active"))
     tokens: int = 0
+
+    @property
+    def mass(self) -> float:
+        """Sum of the activations."""
+        return self.totals["mass"]
 
     def see(
         self, effect: Effect, counted: Bool[Tensor, "texts seq"], coded: Bool[Tensor, "texts seq"], at: Tensor
@@ -118,8 +122,8 @@ class Outcome:
         self.increase.see(effect.increase, counted[:, 1:] & at[:-1])
         self.error.see(effect.error, counted & at)
         activations = effect.activations[coded & at]
-        self.mass += float(activations.double().sum())
-        self.active += int((activations > 0).sum())
+        self.totals.add("mass", in_double(activations).sum())
+        self.totals.add("active", (activations > 0).sum())
         self.tokens += len(activations)
 
     def report(self, mass: float) -> dict[str, float]:
@@ -130,7 +134,7 @@ class Outcome:
             "normalized_mse": self.error.value,
             "normalized_mse_se": self.error.standard_error,
             "mass": self.mass / mass if mass else 0.0,
-            "l0": self.active / max(self.tokens, 1),
+            "l0": self.totals["active"] / max(self.tokens, 1),
         }
 
 
@@ -141,18 +145,19 @@ class Kept:
         self.share = share
         self.chosen = Outcome()
         self.random = [Outcome() for _ in range(draws if 0 < share < 1 else 0)]  # of all or none, nothing is drawn
-        self.units, self.active, self.choices = 0, 0, 0
+        self.totals, self.choices = Totals("units", "active"), 0
 
     def count(self, found: Ranking, counted: Bool[Tensor, "*lead"] | None) -> None:
         """Count how many units are kept in each choice: in all, or where ``counted``."""
         numbers = (found.kept(self.share), found.active)
         kept, active = (number if counted is None else number[counted] for number in numbers)
-        self.units, self.active = self.units + int(kept.sum()), self.active + int(active.sum())
+        self.totals.add("units", kept.sum())
+        self.totals.add("active", active.sum())
         self.choices += kept.numel()
 
     def report(self, mass: float) -> dict[str, Any]:
         """Return the metrics; ``mass`` is the sum of all activations where the share is kept."""
-        units, active = (number / max(self.choices, 1) for number in (self.units, self.active))
+        units, active = (self.totals[name] / max(self.choices, 1) for name in ("units", "active"))
         found = {"share": self.share, "units": units, "active": active} | self.chosen.report(mass)
         if not self.random:
             return found

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
 from mxd.common.errors import MxdError
+from mxd.common.hardware import in_double
 from mxd.data.contexts import Contexts, counted_positions
 from mxd.layers import Code, ReplacementLayer
 from mxd.model.frozen import FrozenModel
@@ -261,7 +262,7 @@ class Mean:
 
     def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
         """Count one value per position."""
-        self._unread.append(torch.stack([(values.double() * counted).sum(-1), counted.sum(-1).double()]))
+        self._unread.append(torch.stack([in_double(part).sum(-1) for part in (values * counted, counted)]))
 
     @property
     def value(self) -> float:
@@ -283,6 +284,21 @@ class Mean:
         # sum(counts), and n / (n - 1) corrects their variance for the estimated mean.
         residuals = np.array(self.totals) - self.value * np.array(self.counts)
         return float(np.sqrt(n / (n - 1) * (residuals**2).sum()) / max(sum(self.counts), 1))
+
+
+class Totals:
+    """Named totals in float64, added up on the device that their parts are on: only reading one waits for it."""
+
+    def __init__(self, *names: str) -> None:
+        self._totals: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
+
+    def add(self, name: str, part: Float[Tensor, ""] | Int[Tensor, ""] | float, times: int = 1) -> None:
+        """Add a number, so many times."""
+        self._totals[name] = self._totals[name] + (in_double(part) if isinstance(part, Tensor) else part) * times
+
+    def __getitem__(self, name: str) -> float:
+        """Return a total."""
+        return float(self._totals[name])
 
 
 class CodeMoments:

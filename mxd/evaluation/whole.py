@@ -31,8 +31,9 @@ from mxd.evaluation.faithfulness import (
     Reconstruction,
     Way,
     Ways,
-    counted_site,
     ids_of,
+    positions,
+    site_at,
     special,
 )
 from mxd.evaluation.garbage import ce_of_added, signs
@@ -280,15 +281,16 @@ def _first_pass(
     """Show the means of all inputs to the accounts of all replacements."""
     count = 0
     for batch in batches:
-        counted = torch.from_numpy(counted_positions(batch, excluded))
+        counted = counted_positions(batch, excluded)
         count += int(counted.sum())
+        at = positions(counted, model.device)
         sites = model.record(ids_of(batch), _blocks(sets))
         advance(batch.size)
         for member in sets:
             for number, reconstruction in member.on_base.items():
-                reconstruction.see_means(*counted_site(sites[number], counted))
+                reconstruction.see_means(*site_at(sites[number], at))
             for number, site in _spliced_sites(member, ids_of(batch)):
-                member.on_spliced[number].see_means(*counted_site(site, counted))
+                member.on_spliced[number].see_means(*site_at(site, at))
             advance(batch.size)
     if not count:
         raise MxdError("every token of the evaluation text is excluded; check the excluded tokens and the text.")
@@ -305,17 +307,18 @@ def _second_pass(
     base_ce = Mean()
     for batch in batches:
         ids = ids_of(batch).to(model.device)
-        counted = torch.from_numpy(counted_positions(batch, excluded)).to(model.device)
+        mask = counted_positions(batch, excluded)
+        counted, at = torch.from_numpy(mask).to(model.device), positions(mask, model.device)
         with model.block_outputs(_blocks(sets)) as below, model.watched(_blocks(sets)) as sites:
             base = BasePrediction.of(model.logits(ids)[:, :-1], ids[:, 1:], counted[:, 1:])
         base_ce.see(base.ce, base.counted)
         advance(batch.size)
         for member in sets:
             for number, reconstruction in member.on_base.items():
-                reconstruction.see(*counted_site(sites[number], counted))
+                reconstruction.see(*site_at(sites[number], at))
             with model.block_outputs(member.blocks) as spliced_below:
                 for number, site in _spliced_sites(member, ids):
-                    member.on_spliced[number].see(*counted_site(site, counted))
+                    member.on_spliced[number].see(*site_at(site, at))
             advance(batch.size)
             for way in member.all_ways:
                 start, hidden = member.start(way, below, spliced_below)

@@ -45,8 +45,8 @@ class Code:
         shape = (*lead, self.activations.shape[-1])
         return replace(self, activations=self.activations.reshape(shape), indices=self.indices.reshape(shape))
 
-    def at(self, tokens: Bool[Tensor, " tokens"]) -> "Code":
-        """Return the code of some tokens, of a code with one leading dimension."""
+    def at(self, tokens: Bool[Tensor, " tokens"] | Int[Tensor, " some"]) -> "Code":
+        """Return the code of some tokens (a mask, or their numbers), of a code with one leading dimension."""
         return Code(self.activations[tokens], self.indices[tokens], self.all_units)
 
     def with_activations(self, activations: Float[Tensor, "*batch k"]) -> "Code":
@@ -108,8 +108,8 @@ class PairCode(Code):
         heads = self.first.shape[-2:]
         return PairCode(self.first.reshape(*lead, *heads), self.second.reshape(*lead, *heads))
 
-    def at(self, tokens: Bool[Tensor, " tokens"]) -> "PairCode":
-        """Return the code of some tokens, of a code with one leading dimension."""
+    def at(self, tokens: Bool[Tensor, " tokens"] | Int[Tensor, " some"]) -> "PairCode":
+        """Return the code of some tokens (a mask, or their numbers), of a code with one leading dimension."""
         return PairCode(self.first[tokens], self.second[tokens])
 
     def active_count(self) -> Int[Tensor, ""]:

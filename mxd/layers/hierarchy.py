@@ -57,7 +57,7 @@ class LevelCode(Code):
         """Return the same code with other leading dimensions."""
         return LevelCode(self.first.reshape(lead), self.later.reshape(lead), self.size)
 
-    def at(self, tokens: Bool[Tensor, " tokens"]) -> "LevelCode":
+    def at(self, tokens: Bool[Tensor, " tokens"] | Int[Tensor, " some"]) -> "LevelCode":
         """Return the code of some tokens, of a code with one leading dimension."""
         return LevelCode(self.first.at(tokens), self.later.at(tokens), self.size)
 

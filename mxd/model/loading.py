@@ -184,9 +184,24 @@ def _load(
     module = _pretrained(AutoModelForCausalLM, files, dtype, allow_pickle, quantized)
     if dtype != "int8":  # int8 models are put on their device as they are read
         module.to(device)
+    if device.type != "cpu":
+        _fuse_gelu(module)
     tokenizer = tokenizer or _tokenizer(name, files)
     _try_out(module, tokenizer)
     return module, tokenizer
+
+
+def _fuse_gelu(module: nn.Module) -> None:
+    """Let torch's one kernel compute GELU's tanh form where transformers takes eight: the same function up to rounding.
+
+    Eight kernels a block are a third of GPT-2's forward on a GPU, by the bytes that they move.
+    """
+    from transformers.activations import FastGELUActivation, NewGELUActivation
+
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, NewGELUActivation | FastGELUActivation):
+                setattr(parent, name, nn.GELU(approximate="tanh"))
 
 
 def _pretrained(auto: Any, files: ModelFiles, dtype: str, allow_pickle: bool, quantized: dict[str, Any]) -> nn.Module:

@@ -61,29 +61,31 @@ def gather_dot(
     return out
 
 
-def scatter_rows(
+def sum_lists(
     values: Float[Tensor, "tokens k"],
-    rows: Float[Tensor, "tokens d"],
-    order: Int[Tensor, " chosen"],
-    starts: Int[Tensor, " units_and_one"],
-    tokens: Int[Tensor, " chosen"],
-) -> Float[Tensor, "units d"]:
-    """Return ``a^T @ rows`` for the sparse code ``a``, in the dtype of ``rows``; units never chosen get zeros.
+    rows: Float[Tensor, "rows d"],
+    order: Int[Tensor, " entries"],
+    starts: Int[Tensor, " lists_and_one"],
+    tokens: Int[Tensor, " entries"],
+) -> Float[Tensor, "lists d"]:
+    """Return the sum of ``values.flatten()[order[i]] * rows[tokens[i]]`` over each list's entries i.
+
+    In the dtype of ``rows``; lists without entries give zeros.
 
     Args:
-        values: the code's values.
-        rows: what is summed: ``out[n] = sum over the (t, k) that chose unit n of values[t, k] * rows[t]``.
-        order: positions in the flat ``values``, sorted by unit.
-        starts: where each unit's entries in ``order`` begin, followed by the length of ``order``.
-        tokens: the token of each position, ``order // k``.
+        values: a code's values.
+        rows: what is summed.
+        order: positions in the flat ``values``, list after list.
+        starts: where each list's entries in ``order`` begin, followed by the length of ``order``.
+        tokens: the row of each position.
     """
-    units, d = len(starts) - 1, rows.shape[1]
-    if 0 in (len(order), units, d):
-        return rows.new_zeros(units, d)
-    out = rows.new_empty(units, d)
-    count, columns = _tile(len(values), 16, d)
+    lists, d = len(starts) - 1, rows.shape[1]
+    if 0 in (len(order), lists, d):
+        return rows.new_zeros(lists, d)
+    out = rows.new_empty(lists, d)
+    count, columns = _tile(len(order), 16, d)
     with torch.cuda.device_of(rows):
-        _scatter_rows[(units, _blocks(d, columns))](
+        _sum_lists[(lists, _blocks(d, columns))](
             out,
             values.contiguous(),
             rows.contiguous(),
@@ -171,13 +173,11 @@ def _gather_dot(
     tl.store(out + token * K + slot, tl.sum(total, 1), mask=slot < K)
 
 
-# One program sums all entries of a unit, however many. Most units have fewer than one tile (with 4,096 tokens, K = 32
-# and N = 21,490, six on average) and none has more than one entry per token: with 4,096 tokens that is 256 tiles in
-# sequence, while the programs of other units fill the rest of the chip. Splitting long lists would cost every unit a
-# second pass over partial sums.
+# One program sums a list, tile after tile. ``mxd.ops.sparse`` keeps lists short: of a unit that is on in every token it
+# asks for spans first, and then for the sum of these.
 @triton.jit
 @no_type_check
-def _scatter_rows(
+def _sum_lists(
     out,
     values,
     rows,
@@ -189,11 +189,11 @@ def _scatter_rows(
     COLUMNS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    unit = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.full((ROWS, COLUMNS), 0, SUM)
-    first = tl.load(starts + unit)
-    end = tl.load(starts + unit + 1)
+    first = tl.load(starts + own)
+    end = tl.load(starts + own + 1)
     while first < end:  # not a range: under NumPy 2.4, Triton 3.6's interpreter cannot read bounds that were loaded
         entry = first + tl.arange(0, ROWS)
         position = tl.load(order + entry, mask=entry < end, other=0)
@@ -203,4 +203,4 @@ def _scatter_rows(
         row = tl.load(rows + token[:, None] * D + column[None, :], mask=inside, other=0).to(SUM)
         total += value[:, None] * row
         first += ROWS
-    tl.store(out + unit * D + column, tl.sum(total, 0), mask=column < D)
+    tl.store(out + own * D + column, tl.sum(total, 0), mask=column < D)

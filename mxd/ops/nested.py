@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
-from mxd.ops.sparse import _SUM, Selection, runs_sparse, starts_of
+from mxd.ops.sparse import _SUM, Selection, runs_sparse, starts_of, sum_by_unit
 
 
 def nested_decode(
@@ -64,17 +64,10 @@ class _NestedDecode(torch.autograd.Function):
             return torch.zeros_like(values), None, None, torch.zeros_like(weight), None, None
         rows = grad.reshape(-1, grad.shape[-1])
         plan = ctx.selection.by_unit(indices, len(weight))
-        sources = bags.reshape(-1)[plan.order]  # as in _gather_dot and _scatter_rows, with bags in place of tokens
+        sources = bags.reshape(-1)[plan.order]  # as in _gather_dot, with bags in place of tokens
         dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             weight, rows, sources, plan.starts, indices.reshape(-1)[plan.order], _SUM
         )
         grad_values = torch.empty_like(dots).index_copy_(0, plan.order, dots).view(values.shape)
-        grad_weight = F.embedding_bag(
-            sources,
-            rows,
-            plan.starts,
-            mode="sum",
-            per_sample_weights=values.reshape(-1)[plan.order],
-            include_last_offset=True,
-        )
+        grad_weight = sum_by_unit(values, rows, sources, plan)
         return grad_values, None, None, grad_weight, None, None

@@ -34,6 +34,9 @@ WORTH = 64
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
 
+SPAN = 64
+"""Entries of a list that a GPU sums one after the other; longer lists are summed in parts, side by side."""
+
 LOST = 2.0**-61
 """Times the square root of a row's width: a bound on what its norm can lose to underflow of squares in float32."""
 
@@ -103,7 +106,7 @@ def runs_sparse(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _ByUnit:
+class ByUnit:
     """A selection sorted by unit: the transposed code, row by row."""
 
     order: Int[Tensor, " chosen"]
@@ -121,6 +124,17 @@ class _ByUnit:
             return [total * (n + 1) // units - total * n // units for n in range(units)]
         return self.starts.diff().tolist()
 
+    @cached_property
+    def spans(self) -> tuple[Int[Tensor, " spans_and_one"], Int[Tensor, " units_and_one"]]:
+        """The lists cut at every multiple of ``SPAN``: where the spans begin, and the first span of each unit.
+
+        A unit with m cuts has m + 1 spans, some of them empty, so their number is known without asking the device.
+        """
+        cuts = torch.arange(0, len(self.order), SPAN, device=self.starts.device)
+        begins = torch.cat([self.starts, cuts]).sort().values
+        before = torch.div(self.starts + (SPAN - 1), SPAN, rounding_mode="floor")  # cuts before each unit's first entry
+        return begins, torch.arange(len(self.starts), device=self.starts.device) + before
+
 
 class Selection:
     """The units that one call of ``topk_linear`` chose, which the backward passes need sorted by unit.
@@ -129,16 +143,16 @@ class Selection:
     """
 
     def __init__(self) -> None:
-        self._sorted: _ByUnit | None = None
+        self._sorted: ByUnit | None = None
 
-    def by_unit(self, indices: Int[Tensor, "tokens k"], units: int) -> _ByUnit:
+    def by_unit(self, indices: Int[Tensor, "tokens k"], units: int) -> ByUnit:
         """Return the indices sorted by unit; the first call sorts, later ones return its result."""
         if self._sorted is None or (len(self._sorted.order), len(self._sorted.starts)) != (indices.numel(), units + 1):
             # Compressed rows of the transposed code: a stable sort keeps each unit's tokens in ascending order.
             in_order, order = indices.reshape(-1).to(torch.int32).sort(stable=True)
             starts = starts_of(in_order, units)
             tokens = torch.div(order, max(indices.shape[1], 1), rounding_mode="floor")
-            self._sorted = _ByUnit(order, starts, tokens)
+            self._sorted = ByUnit(order, starts, tokens)
         return self._sorted
 
     def groups(
@@ -251,7 +265,8 @@ def _gather_dot(
 ) -> Float[Tensor, "tokens k"]:
     """Return ``grad[t] . weight[indices[t, k]]`` for every token t and slot k: the gradient of the values.
 
-    Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache.
+    Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache; but on a GPU
+    token by token where nothing else needs the indices sorted.
     """
     if _triton(weight):
         from mxd.ops import kernels
@@ -259,12 +274,15 @@ def _gather_dot(
         return kernels.gather_dot(grad, indices, weight)
     if indices.numel() == 0:
         return weight.new_zeros(indices.shape)
+    dots_of = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    if selection is None and _device_type(weight) != "cpu":
+        starts = torch.arange(0, indices.numel(), indices.shape[1], device=indices.device)
+        tokens = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices).reshape(-1)
+        return dots_of(grad.contiguous(), weight, indices.reshape(-1), starts, tokens, _SUM).view(indices.shape)
     plan = (selection or Selection()).by_unit(indices, len(weight))
     # With each unit as a bag of its tokens' rows, these dot products are the gradient of embedding_bag's per-sample
     # weights. They come out sorted by unit and go back to their slots.
-    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        weight, grad.contiguous(), plan.tokens, plan.starts, indices.reshape(-1)[plan.order], _SUM
-    )
+    dots = dots_of(weight, grad.contiguous(), plan.tokens, plan.starts, indices.reshape(-1)[plan.order], _SUM)
     return torch.empty_like(dots).index_copy_(0, plan.order, dots).view(indices.shape)
 
 
@@ -277,16 +295,47 @@ def _scatter_rows(
 ) -> Float[Tensor, "{units} d"]:
     """Return ``a^T @ rows`` for the sparse code ``a``: each unit is a bag that sums the rows of its tokens."""
     plan = selection.by_unit(indices, units)
+    return sum_by_unit(values, rows, plan.tokens, plan)
+
+
+def sum_by_unit(
+    values: Float[Tensor, "tokens k"], rows: Float[Tensor, "rows d"], sources: Int[Tensor, " chosen"], plan: ByUnit
+) -> Float[Tensor, "units d"]:
+    """Return each unit's sum of rows, times the values of its entries.
+
+    A GPU sums a list's rows one after the other, and a unit that is on in every token would keep it waiting: it sums
+    spans of the lists first, and then the spans of each unit. The same inputs give the same bits.
+
+    Args:
+        values: of each entry.
+        rows: what is summed.
+        sources: the row of each entry, in the order of ``plan``.
+        plan: the entries sorted by unit.
+    """
+    if sources.numel() == 0:
+        return rows.new_zeros(len(plan.starts) - 1, rows.shape[1])
+    if _device_type(rows) == "cpu":
+        return _sum_lists(values, rows, plan.order, plan.starts, sources)
+    begins, firsts = plan.spans
+    parts = _sum_lists(values, rows, plan.order, begins, sources)
+    each = torch.arange(len(parts), device=parts.device)
+    return _sum_lists(parts.new_ones(len(parts), 1), parts, each, firsts, each)
+
+
+def _sum_lists(
+    values: Float[Tensor, "tokens k"],
+    rows: Float[Tensor, "rows d"],
+    order: Int[Tensor, " entries"],
+    starts: Int[Tensor, " lists_and_one"],
+    tokens: Int[Tensor, " entries"],
+) -> Float[Tensor, "lists d"]:
+    """Return the sum of ``values.flatten()[order[i]] * rows[tokens[i]]`` over each list's entries i."""
     if _triton(rows):
         from mxd.ops import kernels
 
-        return kernels.scatter_rows(values, rows, plan.order, plan.starts, plan.tokens)
-    if plan.order.numel() == 0:
-        return rows.new_zeros(units, rows.shape[1])
-    weights = values.reshape(-1)[plan.order].to(rows.dtype)
-    return F.embedding_bag(
-        plan.tokens, rows, plan.starts, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )
+        return kernels.sum_lists(values, rows, order, starts, tokens)
+    weights = values.reshape(-1)[order].to(rows.dtype)
+    return F.embedding_bag(tokens, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
 def _topk(
@@ -365,12 +414,17 @@ def _from_candidates(
     """
     if not candidates_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
-    count = 2 * k + SPARE
+    count, units = 2 * k + SPARE, len(weight)
+    # A GPU adds the bias within the product only where all of what is written lies together: so units that are never
+    # chosen fill the last group of groups.
+    padding = 0 if _device_type(x) == "cpu" else -units % GROUP**2
     low_x, x_norm, x_error = _lowered(x)
-    low_weight, weight_norms, weight_errors = _lowered(weight)
+    low_weight, weight_norms, weight_errors = _lowered(weight, padding)
     weight_norm, weight_error = weight_norms.max(), weight_errors.max()
     low_bias = bias.to(torch.bfloat16)
-    tops, candidates = _largest(low_x, low_weight, low_bias, count)
+    tops, candidates = _largest(low_x, low_weight, F.pad(low_bias, (0, padding), value=-torch.inf), count)
+    if padding:
+        candidates.clamp_(max=units - 1)  # chosen only in rows that are not finite, of which nothing is proven
     exact = _gather_dot(x, candidates, weight).add_(bias[candidates])
     values, chosen = exact.topk(k, sorted=False)
     indices = candidates.gather(1, chosen)
@@ -406,10 +460,16 @@ def exact_products(device: torch.device) -> Iterator[None]:
 
 
 def _lowered(
-    rows: Float[Tensor, "rows d"],
-) -> tuple[Float[Tensor, "rows d"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Return rows in bfloat16, bounds on their norms before and after rounding, and on the norms of their errors."""
-    low = rows.new_empty(rows.shape, dtype=torch.bfloat16)
+    rows: Float[Tensor, "rows d"], padding: int = 0
+) -> tuple[Float[Tensor, "padded d"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Return rows in bfloat16, bounds on their norms before and after rounding, and on the norms of their errors.
+
+    Args:
+        rows: any.
+        padding: how many rows of zeros follow those in bfloat16.
+    """
+    low = rows.new_empty(len(rows) + padding, rows.shape[1], dtype=torch.bfloat16)
+    low[len(rows) :] = 0
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
     size = PART if _device_type(rows) == "cpu" else max(1, len(rows))
     for start in range(0, len(rows), size):

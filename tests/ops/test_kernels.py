@@ -89,7 +89,7 @@ def check(kernels, values, indices, weight, rows):
     pairs = [
         (kernels.gather_sum(values, indices, weight), reference.sparse_decode(v, indices, w)),
         (kernels.gather_dot(rows, indices, weight), (r @ w.T).gather(1, indices)),
-        (kernels.scatter_rows(values, rows, *by_unit(indices, len(w))), code.T @ r),
+        (kernels.sum_lists(values, rows, *by_unit(indices, len(w))), code.T @ r),
     ]
     for got, expected in pairs:
         torch.testing.assert_close(got, expected.to(weight.dtype), **TOLERANCE[weight.dtype])
@@ -109,7 +109,7 @@ def test_units_repeated_in_a_row(kernels):
 
 def test_units_never_chosen_get_exact_zeros(kernels):
     values, indices, _, rows = draw(3, 2, 60, 20)
-    out = kernels.scatter_rows(values, rows, *by_unit(indices, 60))
+    out = kernels.sum_lists(values, rows, *by_unit(indices, 60))
     never = torch.bincount(indices.flatten(), minlength=60) == 0
     assert (out[never] == 0).all()
     assert (out[~never] != 0).all()
@@ -123,13 +123,13 @@ def test_non_contiguous_inputs(kernels):
         assert not any(t.is_contiguous() for t in inputs)
         check(kernels, *inputs)
     plan = by_unit(indices, 9)
-    got = kernels.scatter_rows(values, rows, *(torch.stack([t, t + 1], -1)[..., 0] for t in plan))
-    torch.testing.assert_close(got, kernels.scatter_rows(values, rows, *plan))
+    got = kernels.sum_lists(values, rows, *(torch.stack([t, t + 1], -1)[..., 0] for t in plan))
+    torch.testing.assert_close(got, kernels.sum_lists(values, rows, *plan))
 
 
 @pytest.mark.parametrize(("tokens", "k", "units", "d"), [(0, 2, 4, 3), (2, 0, 4, 3), (0, 0, 4, 3), (2, 1, 4, 0)])
 def test_nothing_to_sum_is_zeros_without_a_launch(kernels, tokens, k, units, d, monkeypatch):
-    for name in ("_gather_sum", "_gather_dot", "_scatter_rows"):
+    for name in ("_gather_sum", "_gather_dot", "_sum_lists"):
         monkeypatch.setattr(kernels, name, None)
     check(kernels, *draw(tokens, k, units, d))
 
@@ -141,7 +141,7 @@ def test_bfloat16_is_summed_in_float32(kernels):
     one, each = torch.ones_like(small), torch.arange(257, device=DEVICE)[None]
     assert kernels.gather_sum(small, each, one.T).tolist() == [[1.5]]
     assert kernels.gather_dot(small, torch.zeros_like(each[:, :1]), one).tolist() == [[1.5]]
-    assert kernels.scatter_rows(small, one[:, :1], *by_unit(torch.zeros_like(each), 1)).tolist() == [[1.5]]
+    assert kernels.sum_lists(small, one[:, :1], *by_unit(torch.zeros_like(each), 1)).tolist() == [[1.5]]
 
 
 def test_float32_values_of_bfloat16_rows(kernels):
@@ -151,8 +151,9 @@ def test_float32_values_of_bfloat16_rows(kernels):
 
 
 def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch):
-    """Values and every gradient of a transcoder, by way of the kernels, are PyTorch's."""
+    """Values and every gradient of a transcoder with a unit that is always on, by way of the kernels, are PyTorch's."""
     x, encoder, bias, decoder = (torch.randn(s, device=DEVICE) for s in [(6, 5), (40, 5), (40,), (40, 7)])
+    bias[0] = 10
 
     def run():
         leaves = [t.detach().clone().requires_grad_() for t in (x, encoder, bias, decoder)]
@@ -162,11 +163,13 @@ def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch)
 
     expected, used = run(), set()
     monkeypatch.setattr(sparse, "_triton", lambda tensor: True)
-    for name in ("gather_sum", "gather_dot", "scatter_rows"):
+    monkeypatch.setattr(sparse, "_device_type", lambda tensor: "cuda")
+    monkeypatch.setattr(sparse, "SPAN", 4)
+    for name in ("gather_sum", "gather_dot", "sum_lists"):
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, own=own, name=name: used.add(name) or own(*args))
     torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
-    assert used == {"gather_sum", "gather_dot", "scatter_rows"}
+    assert used == {"gather_sum", "gather_dot", "sum_lists"}
 
 
 def test_the_kernels_are_for_cuda_and_used_only_when_switched_on():
@@ -187,7 +190,7 @@ with jaxtyping.install_import_hook("mxd", "beartype.beartype"):  # as under pyte
 
 KINDS = {"indices": "*i64", "order": "*i64", "starts": "*i64", "tokens": "*i64", "K": "i32"}
 SIZES = {"D": 768, "ROWS": 8, "COLUMNS": 64, "SUM": tl.float32}
-for kernel in (kernels._gather_sum, kernels._gather_dot, kernels._scatter_rows):
+for kernel in (kernels._gather_sum, kernels._gather_dot, kernels._sum_lists):
     ks = [parameter for parameter in kernel.params if parameter.name == "K"]
     print(all(k.do_not_specialize and not k.is_constexpr for k in ks))  # one compiled kernel for every K
     for dtype in ("*fp32", "*bf16"):

@@ -497,8 +497,8 @@ def test_selections_are_not_confused_from_call_to_call():
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_selection_that_is_handed_on_is_sorted_once(shared, monkeypatch):
     """By the forward pass that chose it to both backward passes; without it each sorts for itself, to the same end."""
-    made, real = [], sparse._ByUnit
-    monkeypatch.setattr(sparse, "_ByUnit", lambda *parts: made.append(1) or real(*parts))
+    made, real = [], sparse.ByUnit
+    monkeypatch.setattr(sparse, "ByUnit", lambda *parts: made.append(1) or real(*parts))
     x, encoder, bias = topk_inputs(12, 5, 9)
     decoder, upstream = torch.randn(9, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
 

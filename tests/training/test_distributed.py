@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -20,7 +21,7 @@ from streams import write_files
 from torch.distributed import TCPStore
 
 from mxd.common.errors import MxdError
-from mxd.common.processes import ALONE, _differences, launched, local_device
+from mxd.common.processes import ALONE, Processes, _differences, launched, local_device
 from mxd.config import parse_config
 from mxd.data.exchange import RankPart
 from mxd.layers.sparsity import TopKConfig
@@ -415,6 +416,24 @@ def test_each_process_takes_its_gpu_before_anything_else_does(monkeypatch: pytes
         pass
     assert done == [2, "joined"]
     assert [local_device(name) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda:2", "cuda:2", "cuda:1", "cpu"]
+
+
+def test_small_gradients_are_averaged_in_a_bucket_of_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        sent.append(tensor.numel())
+        tensor *= 3  # the other's are twice as large
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("mxd.common.processes.dist.all_reduce", all_reduce)
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in ((3, 5), (512, 513), (7,), ())] + [torch.randn(2).double()]
+    before = [tensor.clone() for tensor in tensors]
+    Processes(0, 2).average(tensors)
+    assert sent == [15 + 7 + 1, 2, 512 * 513]
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor, 1.5 * old)
 
 
 def test_alone_nobody_is_asked() -> None:
