@@ -27,7 +27,7 @@ def packed(value: Any) -> Any:
     dtype = value.dtype.newbyteorder("<").str
     if dtype not in TYPES or value.ndim != 1:
         raise TypeError(f"got an array of {value.dtype} and shape {value.shape}; expected float32 or int32, and a line")
-    return {"dtype": dtype, "length": len(value), "base64": base64.b64encode(value.astype(dtype)).decode()}
+    return {"dtype": dtype, "length": len(value), "base64": base64.b64encode(value.astype(dtype).tobytes()).decode()}
 
 
 def unpacked(value: dict[str, Any]) -> Any:
