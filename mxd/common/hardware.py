@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -74,6 +75,23 @@ def tf32_products(on: bool = True) -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Inside the ``with`` block, sum no product in bfloat16 and round no float32 inputs (TF32)."""
+    backends: Any = torch.backends
+    cuda = backends.cuda.matmul
+    backend = cuda if device.type == "cuda" else backends.mkldnn.matmul
+    required = ((cuda, "allow_bf16_reduced_precision_reduction", False), (backend, "fp32_precision", "ieee"))
+    changed = [(owner, name, old, new) for owner, name, new in required if (old := getattr(owner, name)) != new]
+    for owner, name, _, new in changed:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for owner, name, old, _ in changed:
+            setattr(owner, name, old)
 
 
 def copy_speed(device: torch.device) -> float:

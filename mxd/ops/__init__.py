@@ -5,6 +5,7 @@
 in plain dense PyTorch, the oracle of the tests.
 """
 
+from mxd.common.hardware import exact_products
 from mxd.ops.cutoff import kth_largest
 from mxd.ops.experts import bilinear, experts_into_rows, grouped_linear, rows_into_experts
 from mxd.ops.low_rank import low_rank_mixture
@@ -13,7 +14,6 @@ from mxd.ops.sparse import (
     CandidateDtype,
     Selection,
     candidate_dtype,
-    exact_products,
     linear_at,
     metered_as,
     sparse_decode,

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mxd.common.hardware import exact_products
 from mxd.ops import reference
 
 CandidateDtype = Literal["float32", "bfloat16"]
@@ -442,32 +443,10 @@ def _from_candidates(
     return values, indices
 
 
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` block, sum no product in bfloat16 and round no float32 inputs (TF32)."""
-    backends: Any = torch.backends
-    cuda = backends.cuda.matmul
-    backend = cuda if device.type == "cuda" else backends.mkldnn.matmul
-    required = ((cuda, "allow_bf16_reduced_precision_reduction", False), (backend, "fp32_precision", "ieee"))
-    changed = [(owner, name, old, new) for owner, name, new in required if (old := getattr(owner, name)) != new]
-    for owner, name, _, new in changed:
-        setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        for owner, name, old, _ in changed:
-            setattr(owner, name, old)
-
-
 def _lowered(
     rows: Float[Tensor, "rows d"], padding: int = 0
 ) -> tuple[Float[Tensor, "padded d"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Return rows in bfloat16, bounds on their norms before and after rounding, and on the norms of their errors.
-
-    Args:
-        rows: any.
-        padding: how many rows of zeros follow those in bfloat16.
-    """
+    """Return rows in bfloat16 and zeros below; bounds on norms before and after rounding, and on the errors' norms."""
     low = rows.new_empty(len(rows) + padding, rows.shape[1], dtype=torch.bfloat16)
     low[len(rows) :] = 0
     norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
