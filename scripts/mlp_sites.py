@@ -43,18 +43,19 @@ class Moments:
     """Sums from which affine maps and covariances follow, in float64."""
 
     def __init__(self) -> None:
-        self.sums: Float[Tensor, "width width"] | float = 0.0
+        self.sums: Float[Tensor, "width width"] = torch.empty(0)
         self.norms: list[Tensor] = []
 
     def see(self, inputs: Float[Tensor, "tokens d_in"], outputs: Float[Tensor, "tokens d_out"]) -> None:
         """Count some tokens."""
         rows = torch.cat([torch.ones(len(inputs), 1), inputs, outputs], 1).double()
-        self.sums = self.sums + rows.T @ rows
+        if not len(self.sums):
+            self.sums = rows.new_zeros(rows.shape[1], rows.shape[1])
+        self.sums.addmm_(rows.T, rows)  # in place: freed matrices this large are not reused between small ones
         self.norms.append(outputs.norm(dim=1))
 
     def centred(self) -> Float[Tensor, "width width"]:
         """Return the covariance of inputs and outputs together."""
-        assert isinstance(self.sums, Tensor)
         mean = self.sums[0, 1:] / self.sums[0, 0]
         return self.sums[1:, 1:] / self.sums[0, 0] - torch.outer(mean, mean)
 

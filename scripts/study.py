@@ -110,7 +110,7 @@ def draw(rows: Sequence[Result], names: Sequence[str], path: Path) -> None:
         axes.set_xticks([row["k"] for row in here])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set(xlabel="K", title=f"block {block}")
-        axes.set_ylim(bottom=0)
+        axes.axhline(0, color=PALETTE["grey"], linewidth=0.8)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("CE increase, nats per token")

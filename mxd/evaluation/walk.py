@@ -293,7 +293,13 @@ class Totals:
         self._totals: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
 
     def add(self, name: str, part: Float[Tensor, ""] | Int[Tensor, ""] | float, times: int = 1) -> None:
-        """Add a number, so many times."""
+        """Add a number.
+
+        Args:
+            name: of the total.
+            part: the number.
+            times: how often it is added.
+        """
         self._totals[name] = self._totals[name] + (in_double(part) if isinstance(part, Tensor) else part) * times
 
     def __getitem__(self, name: str) -> float:
