@@ -25,6 +25,8 @@ SHAPES = {
     "smollm2-135m": MLPShape(576, 576, 1536, "silu", True),
     "frontier-smollm2": MLPShape(576, 576, 1536, "silu", True),
     "smollm2-whole": MLPShape(576, 576, 1536, "silu", True),
+    "smollm2-study": MLPShape(576, 576, 1536, "silu", True),
+    "tiny-polysemanticity": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-whole": MLPShape(128, 128, 512, "gelu_tanh", False),
     "gpt2": MLPShape(768, 768, 3072, "gelu_tanh", False),
     "pythia-410m": MLPShape(1024, 1024, 4096, "gelu", False),

