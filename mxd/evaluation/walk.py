@@ -263,6 +263,10 @@ class Mean:
     def see(self, values: Float[Tensor, "batch seq"], counted: Bool[Tensor, "batch seq"]) -> None:
         """Count one value per position."""
         self._unread.append(torch.stack([in_double(part).sum(-1) for part in (values * counted, counted)]))
+        if values.device.type == "cpu":
+            # There is nothing to wait for, and a small tensor that is kept lies where logits lay and keeps glibc from
+            # putting the next ones there: memory would grow by a batch's logits with every batch and splice.
+            self._read()
 
     @property
     def value(self) -> float:
@@ -300,7 +304,9 @@ class Totals:
             part: the number.
             times: how often it is added.
         """
-        self._totals[name] = self._totals[name] + (in_double(part) if isinstance(part, Tensor) else part) * times
+        if isinstance(part, Tensor):
+            part = float(part) if part.device.type == "cpu" else in_double(part)  # on a CPU as in Mean.see
+        self._totals[name] = self._totals[name] + part * times
 
     def __getitem__(self, name: str) -> float:
         """Return a total."""

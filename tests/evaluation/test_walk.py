@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_layers import contexts_of, layer_for
 
-from mxd.evaluation.walk import Mean, next_token_logits, padded_batches, streamed
+from mxd.evaluation.walk import Mean, Totals, next_token_logits, padded_batches, streamed
 from mxd.splice import Splice, spliced
 
 
@@ -38,6 +38,16 @@ def test_standard_error_is_over_contexts() -> None:
     lone = Mean()
     lone.see(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
     assert lone.standard_error == float("inf")
+
+
+def test_sums_on_a_cpu_keep_no_tensors() -> None:
+    # A tensor kept between a batch's logits and the next ones makes the heap grow by logits (6 GiB for 8,192 tokens).
+    mean, totals = Mean(), Totals("error")
+    for _ in range(3):
+        mean.see(torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool))
+        totals.add("error", torch.tensor(2.0), 2)
+    assert mean._unread == [] and not any(isinstance(total, torch.Tensor) for total in totals._totals.values())
+    assert mean.totals == [4.0] * 6 and mean.counts == [4] * 6 and totals["error"] == 12.0
 
 
 def test_texts_of_similar_length_run_together_padded_on_the_right():
