@@ -9,7 +9,6 @@ bookkeeping). Only steps are timed; held-out errors are measured between them, f
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -171,6 +170,12 @@ def errors(reconstruct: Reconstruct, x: Tensor, y: Tensor) -> dict[str, float]:
     return {"nmse": float((squared / norms).mean() / y.shape[1]), "fvu": float(squared.sum() / variance)}
 
 
+def peak_mib() -> float:
+    """Most memory that this process has held; ``getrusage`` would count what its parent held when it was started."""
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 2**10
+
+
 def main(tool: str, method: str, work: str, out: str) -> None:
     """Train, and write seconds and errors."""
     for name in STOOD_IN.get(tool, ()):
@@ -179,7 +184,7 @@ def main(tool: str, method: str, work: str, out: str) -> None:
     asked = json.loads((Path(work) / "asked.json").read_text())
     data = load_file(str(Path(work) / "activations.safetensors"))
     x, y, size = data["x"], data["y"], asked["batch_tokens"]
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    base = peak_mib()
     step, reconstruct = TOOLS[tool](method, asked, x, y)
     steps, seconds, curve = len(x) // size, 0.0, []
     for number in range(steps):
@@ -194,9 +199,8 @@ def main(tool: str, method: str, work: str, out: str) -> None:
                 {"tokens": (number + 1) * size, "seconds": seconds}
                 | errors(reconstruct, data["x_test"], data["y_test"])
             )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rate = (steps - 1) * size / seconds
-    found = {"tokens_per_second": rate, "peak_mib": peak / 2**10, "before_mib": base / 2**10, "curve": curve}
+    found = {"tokens_per_second": rate, "peak_mib": peak_mib(), "before_mib": base, "curve": curve}
     Path(out).write_text(json.dumps(found))
 
 
