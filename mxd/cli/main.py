@@ -56,6 +56,7 @@ def main() -> None:
         SystemExit: with a non-zero code, after a mistake, an interruption or a failure of the disk.
     """
     from mxd.common import errors
+    from mxd.common.progress import PlainConsole
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a file may hold what the terminal's encoding does not
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -68,7 +69,7 @@ def main() -> None:
     except errors.MxdError as error:
         _end_bars()
         if not (error.shared and rank()):
-            sys.stderr.write(f"mxd: {error}\n")
+            PlainConsole(stderr=True).tell(f"mxd: {error}")
         if isinstance(error, errors.LostError):  # a thread may still wait inside torch; a normal exit would abort there
             sys.stderr.flush()
             os._exit(error.exit_code)
@@ -80,5 +81,5 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a full disk or a lost mount; files are written atomically, so nothing is damaged
-        sys.stderr.write(f"mxd: {errors.printable(errors.redact(str(error)))}\n")
+        PlainConsole(stderr=True).tell(f"mxd: {errors.redact(str(error))}")
         sys.exit(1)

@@ -219,8 +219,9 @@ def init(kind: Literal["gpt2", "pythia", "llama", "own"] = "own", out: Path | No
 def fields() -> None:
     """List every field of a run's config, with its meaning and default."""
     from mxd.cli.fields import fields_help
+    from mxd.common.progress import PlainConsole
 
-    say(fields_help())
+    PlainConsole().tell(fields_help())
 
 
 @app.command

@@ -42,10 +42,8 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise MxdError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out.") from error
-        console.print(
-            f"{folder} lies on a file system without locks ({error.strerror}): make sure that no other run uses it.",
-            soft_wrap=True,
-            markup=False,
+        console.tell(
+            f"{folder} lies on a file system without locks ({error.strerror}): make sure that no other run uses it."
         )
     try:
         yield

@@ -1,11 +1,13 @@
 """Progress of long work: a bar with rate and time left on a terminal, about ten lines elsewhere."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from textwrap import fill
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,6 +21,7 @@ WIDTH = 160
 """Columns of text where no terminal is known, nor a width in ``COLUMNS``."""
 BAR = 24
 """Columns of a progress bar, where there is room for them."""
+_QUOTED = re.compile(r"(?<!\w)(['\"`]).*?\1(?!\w)")
 BESIDE_BAR = 54
 """Columns left to the title, the percentage, the rate and the time before a bar gets narrower."""
 
@@ -43,6 +46,21 @@ class PlainConsole(Console):
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
+    def tell(self, text: str) -> None:
+        """Print sentences; on a terminal broken between words, with what a person may copy left whole.
+
+        That is each word, so also a path, and what stands in quotation marks; where it is longer than a line, the
+        terminal breaks it without a line end.
+        """
+        if self.is_terminal:
+            whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", "\0"), printable(text))
+            text = "\n".join(self._broken(line) for line in whole.splitlines()).replace("\0", " ")
+        self.print(text, soft_wrap=True)
+
+    def _broken(self, line: str) -> str:
+        indent = line[: len(line) - len(line.lstrip())]
+        return fill(line, self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
 
 console = PlainConsole(stderr=True)
 
@@ -61,7 +79,7 @@ def quiet(when: bool = True) -> Iterator[None]:
 @cache
 def say_once(line: str) -> None:
     """Print a line, the first time that this process is asked to."""
-    console.print(line, soft_wrap=True)
+    console.tell(line)
 
 
 @runtime_checkable

@@ -63,7 +63,7 @@ class Stop:
         """
         self.number = number
         with suppress(RuntimeError, OSError):  # the signal may have come in the middle of other output
-            console.print("stopping once everything up to the last step is saved; press again to quit at once")
+            console.tell("stopping once everything up to the last step is saved; press again to quit at once")
         if self._at_once:
             raise Stopped
 

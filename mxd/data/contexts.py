@@ -190,7 +190,7 @@ class Streamed:
         problem = self.texts.obstacle(place) if isinstance(self.texts, TextStream) else "it can be read in no other way"
         if self.begin and not problem:
             return self.begin
-        console.print(f"The text is read again from its beginning: {problem}.", soft_wrap=True, markup=False)
+        console.tell(f"The text is read again from its beginning: {problem}.")
         return Bookmark()
 
     def digest(self, contexts: int) -> str:

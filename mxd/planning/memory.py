@@ -360,9 +360,8 @@ def prepare(
     phase, needed = peak(plan.memory)
     one = ", one after the other" if plan.phases > 1 else ""
     parts = f", each batch in {number} parts" if number > 1 else ""
-    console.print(
+    console.tell(
         f"{plural(len(plan.replacements), 'replacement')}, {plan.params:,} parameters{one}{parts}; "
-        f"memory on {plan.device}: {amount(needed)} while {phase}",
-        soft_wrap=not console.is_terminal,
+        f"memory on {plan.device}: {amount(needed)} while {phase}"
     )
     return config, plan

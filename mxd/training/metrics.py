@@ -214,7 +214,7 @@ class Metrics:
         with writing(self.file), self.file.open("ab") as file:
             if file.tell() < size:
                 message = f"{self.file} is shorter than it was at step {step:,}: lines are missing"
-                console.print(message, soft_wrap=True, markup=False)
+                console.tell(message)
             file.truncate(min(file.tell(), size))
 
     def restart(self) -> None:

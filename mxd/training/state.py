@@ -202,11 +202,9 @@ def _newest(folder: Path) -> State | None:
             problems[path] = str(error)
             continue
         for damaged, problem in problems.items():
-            console.print(
+            console.tell(
                 f"{damaged} is damaged and skipped: {problem}; it is kept as {_set_aside(damaged).name}. "
-                f"Continuing from step {state.info.step:,}.",
-                soft_wrap=True,
-                markup=False,
+                f"Continuing from step {state.info.step:,}."
             )
         return state
     if problems:

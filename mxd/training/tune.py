@@ -238,7 +238,7 @@ def _tune(
     said = f"{plural(len(ordered), 'layer')} in {plural(len(sets), 'set')}, {plan.params:,} parameters"
     recipe = f"{how.loss} + {how.nmse:g} NMSE, {how.tokens:,} tokens, {how.batch_tokens:,} a step, rate {how.lr:g}"
     memory = f"memory on {plan.device}: {amount(needed)} while {doing}"
-    console.print(f"{said}; {recipe}; {memory}", soft_wrap=not console.is_terminal)
+    console.tell(f"{said}; {recipe}; {memory}")
     TuneLoop(
         phase,
         base,

@@ -93,3 +93,30 @@ def test_only_zero_reads_as_zero(form, value, text) -> None:
 def test_plurals() -> None:
     assert [plural(n, "splice") for n in (0, 1, 1200)] == ["0 splices", "1 splice", "1,200 splices"]
     assert plural(2, "class", "classes") == "2 classes"
+
+
+PATH = "/home/someone/with-a-name/and-many-folders/of-which-one-is-deeper/than/a-terminal-is-wide/config.yaml"
+SENTENCE = (
+    f"cannot read config {PATH}: No such file; write one with `mxd init own --out new.yaml`, or see 'a folder of mine'."
+)
+
+
+def test_sentences_are_broken_between_words_and_what_is_copied_is_whole(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = PlainConsole()
+    for terminal, lines in (
+        (False, [f"    {SENTENCE}"]),
+        (
+            True,
+            [
+                "    cannot read config",
+                f"    {PATH}:",
+                "    No such file; write one with",
+                "    `mxd init own --out new.yaml`, or",
+                "    see 'a folder of mine'.",
+            ],
+        ),
+    ):
+        screen.file, screen._force_terminal = io.StringIO(), terminal
+        screen.tell(f"    {SENTENCE}")
+        assert screen.file.getvalue().splitlines() == lines
