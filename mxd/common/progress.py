@@ -21,7 +21,7 @@ WIDTH = 160
 """Columns of text where no terminal is known, nor a width in ``COLUMNS``."""
 BAR = 24
 """Columns of a progress bar, where there is room for them."""
-_QUOTED = re.compile(r"(?<!\w)(['\"`]).*?\1(?!\w)")
+_QUOTED = re.compile(r"(?<!\w)(['\"`]).*?\1(?!\w)")  # not an apostrophe within a word
 BESIDE_BAR = 54
 """Columns left to the title, the percentage, the rate and the time before a bar gets narrower."""
 

@@ -291,7 +291,7 @@ class Mean:
 
 
 class Totals:
-    """Named totals in float64, added up on the device that their parts are on: only reading one waits for it."""
+    """Named totals in float64: numbers on a CPU, elsewhere summed on the device, so that only reading one waits."""
 
     def __init__(self, *names: str) -> None:
         self._totals: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
