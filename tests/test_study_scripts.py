@@ -100,6 +100,59 @@ def test_polysemanticity_of_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         run(monkeypatch, tmp_path, "polysemanticity", str(other))
 
 
+def measured(folder: Path, tokens: int, floor: float = 0.0, grow: float = 1.0) -> Path:
+    """A run of a 4 x 3 grid of units and K whose errors follow a law of tokens, units and K, with 1% of scatter."""
+    results = {}
+    scatter = np.random.default_rng(tokens)
+    for n, (units, k) in enumerate((u, k) for u in (64, 128, 256, 512) for k in (8, 16, 32)):
+        error = floor + grow * 40 * tokens**-0.25 * (units / 16) ** -0.5 * k**-0.125
+        error *= np.exp(scatter.normal(scale=0.01))
+        about = {"method": "TC", "k": k, "units": units, "tokens_trained": tokens, "block": 3}
+        results[f"{folder.name}/layer{n}"] = {
+            "kl": error,
+            "ce_increase": error,
+            "blocks": {"3": {"normalized_mse": error}},
+            "replacements": [about],
+        }
+        (folder / f"layer{n}").mkdir(parents=True)
+        (folder / f"layer{n}" / "config.json").write_text(json.dumps({"layer": {"d_in": 16}}))
+    (folder / "faithfulness.json").write_text(json.dumps({"results": results}))
+    return folder
+
+
+def test_scaling_laws_are_found_again_and_tested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    runs = [str(measured(tmp_path / f"t{tokens}", tokens)) for tokens in (1000, 2000, 4000)]
+    beyond = [str(measured(tmp_path / "far", 40_000)), str(measured(tmp_path / "off", 40_001, grow=1.1))]
+    words = [*runs, "--beyond", *beyond, "--metric", "normalized_mse", "--figure", str(tmp_path / "laws.png")]
+    laws = {row["form"]: row for row in run(monkeypatch, tmp_path, "scaling_laws", *words)}
+    exponents = laws["power"]["exponents"]
+    for name, true in {"T": -0.25, "N": -0.5, "K": -0.125}.items():
+        assert exponents[name]["value"] == pytest.approx(true, abs=0.02)
+        assert exponents[name]["low"] < true < exponents[name]["high"]
+    assert laws["power"]["error"] == pytest.approx(0.01, abs=0.004)
+    assert abs(laws["interaction"]["exponents"]["NK"]["value"]) < 0.02
+    inside = {name: [one["inside"] for one in laws["power"]["beyond"] if one["run"] == name] for name in ("far", "off")}
+    assert sum(inside["far"]) >= 10 and not any(inside["off"])
+    assert "**no**" in capsys.readouterr().out and (tmp_path / "laws.png").stat().st_size > 1000
+
+
+def test_scaling_laws_find_a_floor_and_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = [str(measured(tmp_path / f"t{tokens}", tokens, floor=0.5)) for tokens in (1000, 8000, 64_000)]
+    laws = run(monkeypatch, tmp_path, "scaling_laws", *runs, "--metric", "normalized_mse")
+    power, _, floor = laws
+    assert floor["floor"] == pytest.approx(0.5, abs=0.05) and floor["error"] < power["error"] / 2
+    with pytest.raises(SystemExit, match="not above 0"):
+        run(monkeypatch, tmp_path, "scaling_laws", *runs, "--metric", "l0")
+    with pytest.raises(SystemExit, match="mxd evaluate"):
+        run(monkeypatch, tmp_path, "scaling_laws", str(tmp_path / "none"))
+    few = measured(tmp_path / "few", 1000)
+    (few / "faithfulness.json").write_text(
+        json.dumps({"results": dict(list(json.loads((few / "faithfulness.json").read_text())["results"].items())[:5])})
+    )
+    with pytest.raises(SystemExit, match="too few"):
+        run(monkeypatch, tmp_path, "scaling_laws", str(few))
+
+
 @pytest.mark.long
 def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = "tiny-gpt2 --blocks 2 --fit-tokens 2048 --tokens 512 --context 32"
