@@ -123,6 +123,7 @@ def measured(folder: Path, tokens: int, floor: float = 0.0, grow: float = 1.0) -
 def test_scaling_laws_are_found_again_and_tested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     runs = [str(measured(tmp_path / f"t{tokens}", tokens)) for tokens in (1000, 2000, 4000)]
     beyond = [str(measured(tmp_path / "far", 40_000)), str(measured(tmp_path / "off", 40_001, grow=1.1))]
+    beyond.append(str(measured(tmp_path / "within", 2001)))
     words = [*runs, "--beyond", *beyond, "--metric", "normalized_mse", "--figure", str(tmp_path / "laws.png")]
     laws = {row["form"]: row for row in run(monkeypatch, tmp_path, "scaling_laws", *words)}
     exponents = laws["power"]["exponents"]
@@ -132,6 +133,8 @@ def test_scaling_laws_are_found_again_and_tested(monkeypatch: pytest.MonkeyPatch
     assert laws["power"]["error"] == pytest.approx(0.01, abs=0.004)
     assert abs(laws["interaction"]["exponents"]["NK"]["value"]) < 0.02
     inside = {name: [one["inside"] for one in laws["power"]["beyond"] if one["run"] == name] for name in ("far", "off")}
+    widths = [one["high"] / one["low"] for one in laws["power"]["beyond"] if one["run"] == "within"]
+    assert min(widths) > 1.03  # the scatter, which the mean's own interval would leave out
     assert sum(inside["far"]) >= 10 and not any(inside["off"])
     assert "**no**" in capsys.readouterr().out and (tmp_path / "laws.png").stat().st_size > 1000
 
