@@ -6,11 +6,14 @@ Each run holds the `faithfulness.json` of `mxd evaluate`; layers without a fixed
 (configs/scaling-laws.yaml). For each method, laws of each metric y are fitted by least squares on log y:
 
     power        log y = c + sum_i e_i log v_i
-    interaction  the same and e_NK log N log K, as Gao et al. (arXiv 2406.04093, section 3.1) have it
+    interaction  the same and e_ij log v_i log v_j for every pair; Gao et al. (arXiv 2406.04093, section 3.1) have the
+                 one of N and K
     floor        log (y - E) = c + sum_i e_i log v_i, with the E >= 0 that leaves the least squares of log y
 
 over those v that differ between the layers: training tokens T, units N for each dimension of the model (so that models
-of several widths can be compared), K, and width d. `--beyond` names runs that are not fitted but predicted.
+of several widths can be compared), K, and width d. Logarithms are less their means over the layers: an exponent is the
+slope in the middle of them, and a pair's is how the one changes with the other. `--beyond` names runs that are not
+fitted but predicted.
 
 Intervals of 95% come from 500 bootstrap samples of the layers: of an exponent its quantiles, of a prediction those of
 the samples' predictions, each with a residual of its own sample. They know of the scatter of these layers and of
@@ -23,8 +26,9 @@ residuals of log y, so 0.05 is 5%.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,9 @@ Logs = Float[np.ndarray, " layers"]
 """A logarithm for each layer."""
 SAMPLES = 500
 METRICS = ("normalized_mse", "kl", "ce_increase")
+FEWEST = 12
+"""Layers that a law needs."""
+
 FORMS = ("power", "interaction", "floor")
 NAMES = {"tokens": "T", "units": "N", "k": "K", "width": "d"}
 
@@ -65,15 +72,17 @@ class Layer:
 class Law:
     """A fitted law."""
 
-    terms: tuple[str, ...]
-    """Names of what it is of; `NK` for the term of both."""
+    terms: tuple[tuple[str, ...], ...]
+    """What it is of, each a name or two of them for a pair."""
     coefficients: Float[np.ndarray, " terms_1"]
     """The constant first."""
+    middle: Mapping[str, float]
+    """Where logarithms are 0, so that exponents are slopes there."""
     floor: float = 0.0
 
     def log(self, layers: Sequence[Layer]) -> Logs:
         """Return what it says of the logarithm of the metric."""
-        return np.log(self.floor + np.exp(design(layers, self.terms) @ self.coefficients))
+        return np.log(self.floor + np.exp(design(layers, self.terms, self.middle) @ self.coefficients))
 
 
 def read(folder: Path) -> list[Layer]:
@@ -102,45 +111,53 @@ def varying(layers: Sequence[Layer]) -> tuple[str, ...]:
     return tuple(name for name in NAMES if len({layer.place[name] for layer in layers}) > 1)
 
 
-def design(layers: Sequence[Layer], terms: Sequence[str]) -> Float[np.ndarray, "layers terms_1"]:
-    """Return the logarithms of a law's terms, after a column of ones."""
-    logs = {name: np.log([layer.place[name] for layer in layers]) for name in NAMES}
-    logs["NK"] = logs["units"] * logs["k"]
-    return np.stack([np.ones(len(layers)), *(logs[term] for term in terms)], axis=1)
+def center(layers: Sequence[Layer]) -> dict[str, float]:
+    """Return the means of the logarithms of what laws are of."""
+    return {name: float(np.mean(np.log([layer.place[name] for layer in layers]))) for name in NAMES}
 
 
-def fit(layers: Sequence[Layer], metric: str, form: str) -> Law:
+def design(
+    layers: Sequence[Layer], terms: Sequence[tuple[str, ...]], middle: Mapping[str, float]
+) -> Float[np.ndarray, "layers terms_1"]:
+    """Return a column of ones and, for each term, the product of the logarithms of what it names."""
+    logs = {name: np.log([layer.place[name] for layer in layers]) - middle[name] for name in NAMES}
+    return np.stack([np.ones(len(layers)), *(np.prod([logs[n] for n in term], axis=0) for term in terms)], axis=1)
+
+
+def fit(layers: Sequence[Layer], metric: str, form: str, middle: Mapping[str, float]) -> Law:
     """Fit one form of law to a metric of some layers.
 
     Args:
         layers: of one method; more than the law has terms.
         metric: key of the number, above 0 in every layer.
         form: one of `FORMS`.
+        middle: see `Law`.
     """
-    names = varying(layers)
-    terms = (*names, "NK") if form == "interaction" and {"units", "k"} <= set(names) else names
-    values, columns = np.array([layer.metrics[metric] for layer in layers]), design(layers, terms)
+    terms: tuple[tuple[str, ...], ...] = tuple(combinations(varying(layers), 1))
+    if form == "interaction":
+        terms += tuple(combinations(varying(layers), 2))
+    values, columns = np.array([layer.metrics[metric] for layer in layers]), design(layers, terms, middle)
     floors = np.linspace(0, 0.99, 100) * values.min() if form == "floor" else np.zeros(1)
     coefficients = np.linalg.lstsq(columns, np.log(values[:, None] - floors))[0]  # of every floor at once
     errors = np.log(values)[:, None] - np.log(floors + np.exp(columns @ coefficients))
     best = np.argmin((errors**2).sum(0))
-    return Law(terms, coefficients[:, best], float(floors[best]))
+    return Law(terms, coefficients[:, best], middle, float(floors[best]))
 
 
 def bootstrapped(layers: Sequence[Layer], metric: str, form: str) -> Iterator[tuple[Law, Logs]]:
     """Yield a law and its residuals for every sample of the layers; one without all terms is drawn again."""
-    generator, names = np.random.default_rng(0), varying(layers)
+    generator, names, middle = np.random.default_rng(0), varying(layers), center(layers)
     for _ in range(SAMPLES):
         sample: list[Layer] = []
         while varying(sample) != names:
             sample = [layers[i] for i in generator.integers(len(layers), size=len(layers))]
-        law = fit(sample, metric, form)
+        law = fit(sample, metric, form, middle)
         yield law, np.log([layer.metrics[metric] for layer in sample]) - law.log(sample)
 
 
 def described(layers: Sequence[Layer], beyond: Sequence[Layer], metric: str, form: str) -> Result:
     """Return a law of some layers, its intervals, and what it says of others."""
-    law, generator = fit(layers, metric, form), np.random.default_rng(1)
+    law, generator = fit(layers, metric, form, center(layers)), np.random.default_rng(1)
     samples = list(bootstrapped(layers, metric, form))
     low, high = np.quantile([sample.coefficients for sample, _ in samples], [0.025, 0.975], axis=0)
     found = zip(law.terms, law.coefficients[1:], low[1:], high[1:], strict=True)
@@ -154,12 +171,17 @@ def described(layers: Sequence[Layer], beyond: Sequence[Layer], metric: str, for
         "layers": len(layers),
         "error": float(np.sqrt(np.mean(residuals**2))),
         "floor": law.floor,
-        "exponents": {NAMES.get(term, term): {"value": v, "low": a, "high": b} for term, v, a, b in found},
+        "exponents": {symbol(term): {"value": v, "low": a, "high": b} for term, v, a, b in found},
         "beyond": [
             predicted(layer, metric, float(middle), float(a), float(b))
             for layer, middle, a, b in zip(beyond, np.exp(law.log(beyond)), *ends, strict=True)
         ],
     }
+
+
+def symbol(term: Sequence[str]) -> str:
+    """Return a term's letters."""
+    return "".join(NAMES[name] for name in term)
 
 
 def predicted(layer: Layer, metric: str, middle: float, low: float, high: float) -> Result:
@@ -183,8 +205,8 @@ def laws(fitted: Sequence[Layer], beyond: Sequence[Layer], metrics: Sequence[str
     """
     for method in sorted({layer.method for layer in fitted}):
         own = [layer for layer in fitted if layer.method == method]
-        if len(own) < 2 * (len(NAMES) + 2):
-            raise MxdError(f"{len(own)} layers of {method} are too few for a law; {2 * (len(NAMES) + 2)} are needed.")
+        if len(own) < FEWEST:
+            raise MxdError(f"{len(own)} layers of {method} are too few for a law; {FEWEST} are needed.")
         for metric in metrics:
             if not all(layer.metrics.get(metric, 0) > 0 for layer in own):
                 raise MxdError(f"{metric} is not above 0 in every layer of {method}, so no power law is fitted.")
@@ -194,7 +216,8 @@ def laws(fitted: Sequence[Layer], beyond: Sequence[Layer], metrics: Sequence[str
 
 def markdown(rows: Sequence[Result]) -> str:
     """Return the table of the laws."""
-    terms = [t for t in (*NAMES.values(), "NK") if any(t in row["exponents"] for row in rows)]
+    terms = list(dict.fromkeys(term for row in rows for term in row["exponents"]))
+    terms.sort(key=len)
     lines = [["method", "metric", "form", *terms, "floor", "error", "beyond"]]
     for row in rows:
         cells = [row["method"], row["metric"], row["form"]]

@@ -131,7 +131,7 @@ def test_scaling_laws_are_found_again_and_tested(monkeypatch: pytest.MonkeyPatch
         assert exponents[name]["value"] == pytest.approx(true, abs=0.02)
         assert exponents[name]["low"] < true < exponents[name]["high"]
     assert laws["power"]["error"] == pytest.approx(0.01, abs=0.004)
-    assert abs(laws["interaction"]["exponents"]["NK"]["value"]) < 0.02
+    assert abs(laws["interaction"]["exponents"]["NK"]["value"]) < 0.02 and len(laws["interaction"]["exponents"]) == 6
     inside = {name: [one["inside"] for one in laws["power"]["beyond"] if one["run"] == name] for name in ("far", "off")}
     widths = [one["high"] / one["low"] for one in laws["power"]["beyond"] if one["run"] == "within"]
     assert min(widths) > 1.03  # the scatter, which the mean's own interval would leave out
