@@ -22,6 +22,7 @@ SHAPES = {
     "tiny-floor": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-rivals": MLPShape(128, 128, 512, "gelu_tanh", False),
     "tiny-compare": MLPShape(128, 128, 352, "silu", True),
+    "scaling-laws": MLPShape(128, 128, 352, "silu", True),
     "smollm2-135m": MLPShape(576, 576, 1536, "silu", True),
     "frontier-smollm2": MLPShape(576, 576, 1536, "silu", True),
     "smollm2-whole": MLPShape(576, 576, 1536, "silu", True),
