@@ -284,13 +284,18 @@ def draw(fitted: Sequence[Layer], beyond: Sequence[Layer], metric: str, path: Pa
                         x.place["tokens"], x.metrics[metric], color=colors[x.place["k"]], marker="*", markersize=11
                     )
             axes.set(xscale="log", yscale="log", xlabel=f"{'training tokens' if by == 'tokens' else 'units N'}")
+            if by == "units":
+                axes.set_xticks(
+                    sorted({x.units for x in own}), [str(units) for units in sorted({x.units for x in own})]
+                )
+                axes.set_xticks([], minor=True)
             axes.grid(alpha=0.25, which="both")
             axes.spines[["top", "right"]].set_visible(False)
         panels[0, column].set_title(f"{method}, N = {middle:,}")
         panels[1, column].set_title(f"{method}, {longest / 1e6:.2f}M tokens")
     for axes in panels[:, 0]:
         axes.set_ylabel(metric)
-    panels[1, 0].legend(frameon=False)
+    panels[0, 0].legend(frameon=False)
     save_figure(figure, path)
 
 
