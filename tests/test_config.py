@@ -226,6 +226,13 @@ def test_a_config_is_frozen() -> None:
         config.seed = 3
 
 
+def test_fields_of_one_section() -> None:
+    lines = [line for line in fields_help("training").splitlines() if line.startswith("--")]
+    assert len(lines) > 10 and all(line.startswith("--training.") for line in lines)
+    with pytest.raises(MxdError, match=r"no field begins with 'trainin_'.*training"):
+        fields_help("trainin_")
+
+
 def test_fields_help_names_every_section() -> None:
     text = fields_help()
     for name in ("--training.tokens", "--data.source", "--model.revision", "--sizing.expansion", "method cp_mumoe"):

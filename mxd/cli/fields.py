@@ -7,13 +7,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from mxd.common.errors import MxdError
 from mxd.config import RunConfig, is_section
 from mxd.layers import LAYERS, ReplacementConfig
 from mxd.layers.sparsity import SPARSITIES, SparsityConfig
 
 
-def fields_help() -> str:
-    """Return what ``--a.b value`` can set: for every field its values, its default and what it means."""
+def fields_help(section: str = "") -> str:
+    """Return what ``--a.b value`` can set: for every field its values, its default and what it means.
+
+    Args:
+        section: only fields whose names begin so (``training``, ``data.source``); all where empty.
+
+    Raises:
+        MxdError: there are none.
+    """
     parts = list(_helped(RunConfig, ""))
     for title, every, configs in (
         ("replacements.N", ReplacementConfig, LAYERS),
@@ -27,7 +35,13 @@ def fields_help() -> str:
             own = set(config.model_fields) - shared - {tag}
             parts.append(f"{tag} {name}" + ("" if own else " has no field of its own"))
             parts += _helped(config, f"{title}.", own)
-    return "\n\n".join(parts)
+    heading = "kind " if section.startswith("replacements.N.s") else "method "
+    starts = (f"--{section}", heading) if section.startswith("replacements") else f"--{section}"
+    found = [part for part in parts if part.startswith(starts)] if section else parts
+    if not any(part.startswith("--") for part in found):
+        choices = dict.fromkeys(part[2:].split()[0].split(".")[0] for part in parts if part.startswith("--"))
+        raise MxdError(f"no field begins with {section!r}; sections and fields: {', '.join(choices)}.")
+    return "\n\n".join(found)
 
 
 def _helped(settings: type[BaseModel], prefix: str, only: set[str] | None = None) -> Iterator[str]:

@@ -216,12 +216,16 @@ def init(kind: Literal["gpt2", "pythia", "llama", "own"] = "own", out: Path | No
 
 
 @app.command
-def fields() -> None:
-    """List every field of a run's config, with its meaning and default."""
+def fields(section: str = "", /) -> None:
+    """List every field of a run's config, with its meaning and default.
+
+    Args:
+        section: only fields whose names begin so, as ``training`` or ``data.source``.
+    """
     from mxd.cli.fields import fields_help
     from mxd.common.progress import PlainConsole
 
-    PlainConsole().tell(fields_help())
+    PlainConsole().tell(fields_help(section))
 
 
 @app.command
