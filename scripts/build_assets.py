@@ -426,8 +426,9 @@ def build_model(name: str, steps: int, width: int = WIDTH, out: Path | None = No
     if out:
         shutil.copyfile(ASSETS / name / "tokenizer.json", out / "tokenizer.json")
         shutil.copyfile(ASSETS / name / "tokenizer_config.json", out / "tokenizer_config.json")
+    elsewhere = f" --width {width} --out {out}" if out else ""
     result = {
-        "command": f"python scripts/build_assets.py --only {name} --steps {steps} --threads {threads}",
+        "command": f"python scripts/build_assets.py --only {name} --steps {steps} --threads {threads}{elsewhere}",
         "parameters": parameters,
         "steps": steps,
         "train_tokens_seen": steps * BATCH * (CONTEXT - 1),

@@ -237,11 +237,8 @@ def predictions(rows: Sequence[Result], metric: str) -> str:
         own = [row["beyond"] for row in rows if row["method"] == method]
         for forms in zip(*own, strict=True):
             one = forms[0]
-            said = [
-                f"{f['predicted']:.4f} ({f['low']:.4f} to {f['high']:.4f}){'' if f['inside'] else ' **no**'}"
-                for f in forms
-            ]
-            lines.append([method, str(one["units"]), f"{one['k']:g}", f"{one['measured']:.4f}", *said])
+            start = [method, str(one["units"]), f"{one['k']:g}", f"{one['measured']:.4f}"]
+            lines.append([*start, *(interval(form) for form in forms)])
     return grid(lines)
 
 
@@ -285,9 +282,8 @@ def draw(fitted: Sequence[Layer], beyond: Sequence[Layer], metric: str, path: Pa
                     )
             axes.set(xscale="log", yscale="log", xlabel=f"{'training tokens' if by == 'tokens' else 'units N'}")
             if by == "units":
-                axes.set_xticks(
-                    sorted({x.units for x in own}), [str(units) for units in sorted({x.units for x in own})]
-                )
+                units = sorted({x.units for x in own})
+                axes.set_xticks(units, list(map(str, units)))
                 axes.set_xticks([], minor=True)
             axes.grid(alpha=0.25, which="both")
             axes.spines[["top", "right"]].set_visible(False)

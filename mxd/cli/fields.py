@@ -35,10 +35,15 @@ def fields_help(section: str = "") -> str:
             own = set(config.model_fields) - shared - {tag}
             parts.append(f"{tag} {name}" + ("" if own else " has no field of its own"))
             parts += _helped(config, f"{title}.", own)
-    heading = "kind " if section.startswith("replacements.N.s") else "method "
-    starts = (f"--{section}", heading) if section.startswith("replacements") else f"--{section}"
-    found = [part for part in parts if part.startswith(starts)] if section else parts
-    if not any(part.startswith("--") for part in found):
+    if not section:
+        return "\n\n".join(parts)
+    start = f"--{section}"  # and what heads such a field
+    found = [
+        part
+        for part, following in zip(parts, [*parts[1:], ""], strict=True)
+        if part.startswith(start) or (not part.startswith("--") and following.startswith(start))
+    ]
+    if not found:
         choices = dict.fromkeys(part[2:].split()[0].split(".")[0] for part in parts if part.startswith("--"))
         raise MxdError(f"no field begins with {section!r}; sections and fields: {', '.join(choices)}.")
     return "\n\n".join(found)
