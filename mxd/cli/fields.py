@@ -59,7 +59,7 @@ def _helped(settings: type[BaseModel], prefix: str, only: set[str] | None = None
             yield from _helped(section, f"{prefix}{name}.")
         if not sections and name != "replacements" and (only is None or name in only):
             default = "required" if field.is_required() else f"default {_value(field.default)}"
-            meaning = " ".join((field.description or "").split())
+            meaning = " ".join((field.description or "").replace("``", "`").split())
             yield f"--{prefix}{name}  {_values(field.annotation)} ({default})\n    {meaning}"
 
 
