@@ -98,11 +98,12 @@ ROWS = {
         )
     ],
     "figure 12": [
-        (verdict, [(MXD, {"increase": 0.1}), *((layer("cp_mumoe", rank=r), {"increase": x}) for r, x in rising)])
-        for verdict, rising in (
-            ("confirmed", ((8, 0.3), (16, 0.2), (32, 0.1))),
-            ("in part", ((8, 0.3), (16, 0.3), (32, 0.1))),
-            ("not confirmed", ((8, 0.1), (16, 0.2), (32, 0.3))),
+        (verdict, [(MXD, {"increase": full}), *((layer("cp_mumoe", rank=r), {"increase": x}) for r, x in low)])
+        for verdict, full, low in (
+            ("confirmed", 0.05, ((8, 0.3), (16, 0.2), (32, 0.1))),
+            ("in part", 0.15, ((8, 0.3), (16, 0.2), (32, 0.1))),  # the full rank is not the best
+            ("in part", 0.05, ((8, 0.3), (16, 0.3), (32, 0.1))),
+            ("not confirmed", 0.4, ((8, 0.1), (16, 0.2), (32, 0.3))),
         )
     ],
     "figure 18": [

@@ -134,6 +134,31 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
     Raises:
         MxdError: no such dataset or split, or the Hub cannot be reached.
     """
+    with _asking_for(source, split, instead) as (datasets, address, options):
+        return datasets.load_dataset(*address, split=split, streaming=streaming, **options)
+
+
+def check_hub_table(source: str, split: str, instead: str) -> None:
+    """Refuse a dataset that the Hub, or offline its cache on this machine, does not have; no row is fetched.
+
+    Args:
+        source: as for ``hub_table``.
+        split: one of the dataset's splits.
+        instead: other valid sources, for the message, with a comma at the end.
+
+    Raises:
+        MxdError: as ``hub_table``.
+    """
+    with _asking_for(source, split, instead) as (datasets, address, options):
+        splits = datasets.load_dataset_builder(*address, **options).info.splits
+        # Slices (``train[:1%]``) and sums of splits are left to the reading; some datasets do not list their splits.
+        if splits and split.isidentifier() and split not in splits:
+            raise ValueError(f"it has no such split; it has {', '.join(splits)}")
+
+
+@contextmanager
+def _asking_for(source: str, split: str, instead: str) -> Iterator[tuple[Any, Sequence[str | None], dict[str, Any]]]:
+    """Give the block the ``datasets`` package, a source's name and config, and its options; say what failed in it."""
     import datasets
     from huggingface_hub import constants
 
@@ -144,7 +169,7 @@ def hub_table(source: str, split: str, instead: str, streaming: bool = False) ->
         name, subset, options = "parquet", "", {"data_files": source}
     try:
         with asking_hub():
-            return datasets.load_dataset(name, subset or None, split=split, streaming=streaming, **options)
+            yield datasets, (name, subset or None), options
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such dataset or split, needs a script
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""  # and not only for this question
         reason = _reason(error).replace(" (OfflineModeIsEnabled)", offline)

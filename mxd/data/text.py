@@ -20,6 +20,7 @@ from mxd.data.tables import (
     DOCUMENTS,
     Located,
     check_columns,
+    check_hub_table,
     file_rows,
     find_files,
     hub_rows,
@@ -43,25 +44,36 @@ HELD_OUT_PERCENT = 5
 
 
 def check_source(source: str, split: str) -> None:
-    """Refuse a text that can only be on this machine, where there is none; what the Hub holds is not asked.
+    """Refuse a text that is not there, before a base model is loaded for it; the Hub is asked for what it holds.
 
     Raises:
-        MxdError: there is no such text, or it has no such split.
+        MxdError: there is no such text, it has no such split, or the Hub cannot be reached.
     """
+    if not _is_here(source, split):
+        check_hub_table(source, split, "`bundled`, ")
+
+
+def _is_here(source: str, split: str) -> bool:
+    """Return whether a text is on this machine, else it may be on the Hub; refuse what can be on neither."""
+    if source == IN_MEMORY:
+        return True
     if source.partition(":")[0] == "bundled":
         if source not in BUNDLED:
             raise unknown("bundled text", source, BUNDLED)
         if split not in SPLITS:
             raise unknown("split", split, SPLITS)
-    elif files := local_files(source, "text", DOCUMENTS):
+        return True
+    if files := local_files(source, "text", DOCUMENTS):
         if split not in SPLITS and not _of_split(files, split)[1]:
             raise unknown("split", split, SPLITS)
-    elif names_a_path(source) or f"bundled:{source}" in BUNDLED or ("/" not in source and nearest(source, BUNDLED)):
+        return True
+    if names_a_path(source) or f"bundled:{source}" in BUNDLED or ("/" not in source and nearest(source, BUNDLED)):
         meant = f"bundled:{source}" if f"bundled:{source}" in BUNDLED else source
         raise MxdError(
             f"there is no text {source!r} here; expected bundled, a file, a folder or a pattern of "
             f"{', '.join(DOCUMENTS)}, or a Hub dataset org/name.{nearest(meant, BUNDLED)}"
         )
+    return False
 
 
 def documents(
@@ -102,7 +114,7 @@ def documents(
             f"this text was held by Python code, so nothing else can read it (source: {IN_MEMORY}). Give it again in "
             "Python, as text= of mxd.train, mxd.tune or mxd.evaluate, or name another source."
         )
-    check_source(source, split)
+    here = _is_here(source, split)
 
     def texts(rows: Rows) -> Iterator[str]:
         return _texts(rows, column, tokenizer)
@@ -111,7 +123,8 @@ def documents(
         rows = file_rows([_bundled(source, split)])
         only = BUNDLED[source]
         return Documents(texts(located for located in rows if only in (None, located[1]["source"])))
-    if files := local_files(source, "text", DOCUMENTS):
+    if here:
+        files = local_files(source, "text", DOCUMENTS)
         return _local(source, files, split, lambda own: texts(file_rows(own, column)))
     table = hub_table(source, split, "`bundled`, ", streaming)
     return _of_table(source, table, column, streaming, seed, part, tokenizer)

@@ -226,18 +226,18 @@ def balanced(answers: Answers, _: Published | None) -> Finding | None:
 
 
 def rank_matters(answers: Answers, _: Published | None) -> Finding | None:
-    """Figure 12: does a muMoE's cross-entropy fall with its rank, towards MxD's?"""
+    """Figure 12: does cross-entropy fall with the rank of the experts, of muMoEs and from the highest to MxD's?"""
     low = sorted(answers.labelled("CP-muMoE"), key=lambda answer: getattr(answer.config, "rank", 0) or 0)
     ours = answers.labelled("MxD")
     if len(low) < 2 or not ours:
         return None
     shown = ", ".join(f"R = {getattr(a.config, 'rank', 0)}: {a.increase.value:+.4f}" for a in low)
-    gaps = [b.increase.less(a.increase) for a, b in pairwise(low)]
+    gaps = [b.increase.less(a.increase) for a, b in pairwise([*low, ours[0]])]
     falls = sum(gap.value < -BEYOND * gap.standard_error for gap in gaps)
     return Finding(
         "cross-entropy falls with the rank; full rank is best",
         f"{shown}; MxD {ours[0].increase.value:+.4f}",
-        f"falls at {falls} of {len(gaps)} steps of the rank",
+        f"falls at {falls} of {len(gaps)} steps, the last one from muMoE to MxD",
         judged(falls, len(gaps)),
     )
 

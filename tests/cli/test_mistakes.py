@@ -4,7 +4,9 @@ import json
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import mxd
@@ -98,6 +100,7 @@ cache c.yaml c.yaml | c.yaml exists and is not an activation cache
 cache c.yaml c.yaml/below | Not a directory; choose another folder
 train c.yaml --model.source no/such-model | cannot load base model 'no/such-model'
 train c.yaml --data.source no/such-data | cannot load dataset | on the Hub (HF_HUB_OFFLINE is set); expected `bundled`
+compare c.yaml --data.source no/such-data | cannot load dataset | (HF_HUB_OFFLINE is set); expected `bundled`
 train c.yaml --data.column body | no column 'body'; it has: text, source. Set data.column
 train c.yaml --out c.yaml | cannot write to c.yaml/new: Not a directory; choose another folder
 train c.yaml --run done --out . | done already holds a run, with other settings | data.split was 'train', is 'valid
@@ -110,6 +113,7 @@ tune done --source nowhere.txt | no text at 'nowhere.txt'; expected a file, a fo
 evaluate nowhere | no checkpoint at 'nowhere': expected a folder
 evaluate done --out . | '.' is a folder; give the file to write, such as 'results.json'
 evaluate done --out c.yaml/x.json | cannot write 'c.yaml/x.json'
+evaluate done --source no/such-data | cannot load dataset | on the Hub (HF_HUB_OFFLINE is set)
 evaluate done --model tiny-llama | was trained for block 1 of 'tiny-gpt2', and --model tiny-llama has
 evaluate org/name | there is no folder org/name here, offline mode is on
 probe done --set factbok | no labelled set 'factbok' | Did you mean 'factbook'?
@@ -153,6 +157,24 @@ def test_a_mistake_ends_in_a_message(
     assert not [word for word in JARGON if word in told], told
     assert "cannot load" not in told or err.partition("mxd: ")[2].count("\n") == 1, "one line"
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["train c.yaml --data.split", "compare c.yaml --evaluation.split"])
+def test_the_hub_is_asked_for_the_text_before_a_model_is_loaded(
+    command: str, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    asked: list[tuple[str | None, ...]] = []
+    builder = SimpleNamespace(info=SimpleNamespace(splits={"train": None, "validation": None}))
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *name, **_: asked.append(name) or builder)
+    monkeypatch.setattr("mxd.training.source.load_frozen", None)
+    for split in ("valid", "train"):
+        with nullcontext() if split == "valid" else pytest.raises(TypeError, match="NoneType"):
+            code, _, err = mxd(capsys, *shlex.split(command), split, "--data.source", "org/name:small")
+            assert (
+                code == 1 and "split 'valid': it has no such split; it has train, validation; expected `bundled`" in err
+            )
+    assert set(asked) == {("org/name", "small")}
 
 
 def test_a_judge_that_never_answers_is_a_failure(
