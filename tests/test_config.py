@@ -39,9 +39,12 @@ ONE = {"replacements": [{"method": "mxd"}]}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_config_loads_and_sizes_without_a_download(path: Path) -> None:
+def test_every_shipped_config_loads_and_sizes_without_a_download(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(path)
+    asked: list[str] = []
+    monkeypatch.setattr("mxd.data.text.check_hub_table", lambda source, *_: asked.append(source))
     check_source(config.data.source, config.data.split)  # texts of the Hub are not taken for paths
+    assert asked == ([config.data.source] if path.stem in PAPER_UNITS else [])
     shape = SHAPES[path.stem]
     sized = [size(r.resolve(shape), config.sizing.expansion, config.sizing.match) for r in config.replacements]
     assert all(s.num_units and s.num_params > 0 for s in sized)
