@@ -34,8 +34,13 @@ class PlainConsole(Console):
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
-        if not self.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        if not self.watched and not os.environ.get("COLUMNS", "").isdecimal():
             self.width = WIDTH
+
+    @property
+    def watched(self) -> bool:
+        """Whether this prints to a terminal; ``FORCE_COLOR`` asks for colours elsewhere, too, and for nothing else."""
+        return self.is_terminal and self.file.isatty()
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text of a string, with control characters replaced first, so that its width is right."""
@@ -52,7 +57,7 @@ class PlainConsole(Console):
         That is each word, so also a path, and what stands in quotation marks; where it is longer than a line, the
         terminal breaks it without a line end.
         """
-        if self.is_terminal:
+        if self.watched:
             whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", "\0"), printable(text))
             text = "\n".join(self._broken(line) for line in whole.splitlines()).replace("\0", " ")
         self.print(text, soft_wrap=True)
@@ -105,7 +110,7 @@ def progress(title: str, total: int, unit: str = "tokens", done: int = 0) -> Ite
     """
     if console.quiet:
         yield _nothing
-    elif console.is_terminal:
+    elif console.watched:
         with _bar(title, total, unit, done) as advance:
             yield advance
     else:

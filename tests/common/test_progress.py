@@ -14,13 +14,19 @@ NOTE = "\n".join(
 )
 
 
+class Terminal(io.StringIO):
+    """A terminal that remembers what was written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def drawn(monkeypatch: pytest.MonkeyPatch, width: int, title: str, note: str = NOTE) -> list[str]:
     """The lines of a bar as it last stood on a terminal of this width, after a quarter of what was expected."""
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("FORCE_COLOR", "1")
     screen = PlainConsole()
-    screen.file = io.StringIO()
+    screen.file = Terminal()
     monkeypatch.setattr(progress, "console", screen)
     with progress.progress(title, 1000, "tokens through the model") as advance:
         advance(250, note)
@@ -45,6 +51,21 @@ def test_elsewhere_lines_hold_all(capsys) -> None:
         advance(1, NOTE)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("judging: 10/10 collections, ") and line.endswith("0 s left " + NOTE.replace("\n", "  "))
+
+
+def test_colours_in_a_file_break_no_line_and_draw_no_bar(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    screen = PlainConsole(stderr=True)
+    monkeypatch.setattr(progress, "console", screen)
+    assert screen.width == progress.WIDTH
+    with progress.progress("judging", 10, "collections", done=9) as advance:
+        advance(1, NOTE)
+    screen.tell(SENTENCE * 2)
+    screen.print("bold", style="bold")
+    told, sentence, bold = capsys.readouterr().err.splitlines()
+    assert told.startswith("judging: 10/10 collections, ") and sentence == SENTENCE * 2 and bold == "\x1b[1mbold\x1b[0m"
 
 
 def test_nothing_is_shown_within_quiet(capsys) -> None:
@@ -103,6 +124,7 @@ SENTENCE = (
 
 def test_sentences_are_broken_between_words_and_what_is_copied_is_whole(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm-256color")
     screen = PlainConsole()
     for terminal, lines in (
         (False, [f"    {SENTENCE}"]),
@@ -117,6 +139,6 @@ def test_sentences_are_broken_between_words_and_what_is_copied_is_whole(monkeypa
             ],
         ),
     ):
-        screen.file, screen._force_terminal = io.StringIO(), terminal
+        screen.file = Terminal() if terminal else io.StringIO()
         screen.tell(f"    {SENTENCE}")
         assert screen.file.getvalue().splitlines() == lines
