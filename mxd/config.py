@@ -190,6 +190,10 @@ class TrainingConfig(Settings):
     """Dtype that all pre-activations are first computed in. ``bfloat16``: the 2 K + 16 largest are computed again in
     float32, K of them chosen, and the choice proven, so that the units are those of ``float32``. ``auto``: ``bfloat16``
     where the device has instructions for it. Training only."""
+    dense: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype that the inputs of large dense products are rounded to in training steps: those of dense encoders, of what
+    reads them, and of skips, forward and backward; parameters, sums and the choice of units stay in float32. ``auto``:
+    ``bfloat16`` on a CPU with instructions for it (docs/recipes.md)."""
     tf32: Annotated[Literal["off", "encoder", "all"], BeforeValidator(_tf32)] = "off"
     """Which float32 products a GPU takes of inputs rounded to TF32 (10 bits). ``encoder``: in training steps those of
     dense encoders and what reads them, forward and backward. ``all``: the base model's, too. Which units are chosen is

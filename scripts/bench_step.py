@@ -4,9 +4,10 @@
 
 For every layer and shape one process runs all contestants in turn within every repeat, on the same data; medians over
 repeats. `mxd train` also tells glibc to keep freed memory; since that would speed up every contestant, "as mxd train"
-is measured after them, in turn with the same step with all products in float32 ("float32 candidates", where that is
-another step). There are two floors (``step_floor.py``): the time of the dense products that a step takes in float32,
-each written to an existing buffer; and that with the bytes that no step avoids, which says more where products are few.
+is measured after them, in turn with the same step with its dense products in float32, and with all products in
+float32, where those are other steps. There are two floors (``step_floor.py``): the time of the dense products that a
+step takes in float32, each written to an existing buffer; and that with the bytes that no step avoids, which says more
+where products are few.
 Peak memory is that of a process of its own that builds one contestant and takes two steps, less what it held before.
 Dense autograd is there for the layers of MxD's paper, and EleutherAI's sparsify, with `pip install eai-sparsify`, for
 those that it has.
@@ -33,11 +34,13 @@ from torch import Tensor
 from mxd.artifacts.provenance import versions
 from mxd.config import TrainingConfig
 from mxd.layers import Covariance, MLPShape, ReplacementConfig, ReplacementLayer, parse_layer, size
-from mxd.ops import CandidateDtype, candidate_dtype
+from mxd.ops import DenseDtype, candidate_dtype, dense_dtype
 from mxd.training.step import new_trainee, train_step
 from mxd.training.trainer import keep_freed_memory
 
 os.environ.setdefault("SPARSIFY_DISABLE_TRITON", "1")  # its kernels need a GPU
+
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 TOKENS = 4096
 SHAPES = {
@@ -86,10 +89,15 @@ PAPER = ("MxD", "TC", "STC")
 """The layers of MxD's paper."""
 
 
-def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype, x: Tensor, y: Tensor) -> Step:
+def ours(config: ReplacementConfig, candidates: Dtype, dense: Dtype, x: Tensor, y: Tensor) -> Step:
     """A step as `mxd train` takes it, but for freed memory."""
     training = TrainingConfig(
-        tokens=TOKENS, batch_tokens=TOKENS, buffer_tokens=TOKENS, warmup_steps=0, candidates=candidates
+        tokens=TOKENS,
+        batch_tokens=TOKENS,
+        buffer_tokens=TOKENS,
+        warmup_steps=0,
+        candidates=candidates,
+        dense=dense,
     )
     trainee = new_trainee(config.label, 0, config, 0, torch.device("cpu"), training)
     d, o = x.shape[1], y.shape[1]
@@ -100,9 +108,16 @@ def ours(config: ReplacementConfig, candidates: Literal["auto"] | CandidateDtype
 
 
 def float32(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
-    """The same step with float32 candidates, where that is another one."""
-    rounded = step_cost(config, len(x), candidate_dtype(x.device)).rounded
-    return ours(config, "float32", x, y) if rounded else None
+    """The same step with all products in float32, where that is another one."""
+    rounded = step_cost(config, len(x), candidate_dtype(x.device), dense_dtype(x.device)).rounded
+    return ours(config, "float32", "float32", x, y) if rounded else None
+
+
+def dense_float32(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
+    """The same step with dense products in float32 and candidates as they are, where both differ."""
+    dtypes: tuple[DenseDtype, DenseDtype] = ("float32", dense_dtype(x.device))
+    found = [step_cost(config, len(x), candidate_dtype(x.device), dtype).rounded for dtype in dtypes]
+    return ours(config, "auto", "float32", x, y) if 0 < found[0] < found[1] else None
 
 
 def dense(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
@@ -160,14 +175,16 @@ def sparsify(config: ReplacementConfig, x: Tensor, y: Tensor) -> Step | None:
 
 
 CONTESTANTS: dict[str, Callable[[ReplacementConfig, Tensor, Tensor], Step | None]] = {
-    "ours": lambda config, x, y: ours(config, "auto", x, y),
+    "ours": lambda config, x, y: ours(config, "auto", "auto", x, y),
+    "dense_float32": dense_float32,
     "float32": float32,
     "dense": dense,
     "sparsify": sparsify,
 }
 TITLES = {
     "train": "ours, as mxd train",
-    "float32": "ours, as mxd train, float32 candidates",
+    "dense_float32": "ours, as mxd train, dense products in float32",
+    "float32": "ours, as mxd train, all products in float32",
     "ours": "ours, freed memory not kept",
     "dense": "dense autograd",
     "sparsify": "sparsify",
@@ -180,7 +197,7 @@ def bench(name: str, label: str, k: int, repeats: int) -> dict[str, Any]:
     steps = {key: step for key, build in CONTESTANTS.items() if (step := build(config, x, y))}
     floor = Floor.of(config, TOKENS)
     least = floor.steps()
-    kept_steps = {key: steps.pop(key) for key in ("float32",) if key in steps}
+    kept_steps = {key: steps.pop(key) for key in ("dense_float32", "float32") if key in steps}
     plain = medians(steps | least, repeats)
     keep_freed_memory()
     kept = medians({"train": steps["ours"]} | kept_steps | least, repeats)
@@ -255,7 +272,7 @@ def missed(row: dict[str, Any]) -> list[str]:
     most = 1.0 if label == "MxD" else 2.0 if label.startswith("Monet") else 1.3
     wanted = {f"floor{' with the bytes moved' if few else ''}": (mine / floor, most)}
     if label == "MxD" and "float32" in seconds:
-        wanted["floor, with float32 candidates,"] = (seconds["float32"] / floor, 1.25)
+        wanted["floor, with all products in float32,"] = (seconds["float32"] / floor, 1.25)
     if label == "MxD":
         wanted["dense autograd"] = (mine / seconds["dense"], 1 / 4)
     if paper and "sparsify" in seconds:
@@ -280,7 +297,7 @@ def print_row(row: dict[str, Any]) -> None:
         )
 
     for key in (key for key in TITLES if key in seconds):
-        least = floors["train" if key in ("train", "float32") else "ours"]
+        least = floors["train" if key in ("train", "dense_float32", "float32") else "ours"]
         print(line(TITLES[key], seconds[key], least, f"{peak[key] / 2**20:,.0f}"))
     for key, title in (("products", "floor: products"), ("floor", "floor: products and bytes")):
         print(line(title, floors["train"][key], floors["train"]), flush=True)

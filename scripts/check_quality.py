@@ -2,10 +2,11 @@
 
     python scripts/check_quality.py CONFIG [--set training.tokens=1048576 ...] [--seeds 3] [--json FILE] [--check]
 
-From one stream of activations each replacement of the config is trained three times for each seed, from the same
+From one stream of activations each replacement of the config is trained several times for each seed, from the same
 initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
-the sparse operations of `mxd train` (`float32`), and with `training.candidates: bfloat16`, whose rows are counted (this
-path is left out where there are too few units for it to pay). With --check the script exits 1 if a path's mean exceeds
+the sparse operations of `mxd train` (`float32`), with `training.candidates: bfloat16`, whose rows are counted (this
+path is left out where there are too few units for it to pay), and with `training.dense: bfloat16` (`dense`; left out
+where no product of a step is large enough). With --check the script exits 1 if a path's mean exceeds
 plain's by more than twice the standard error over the seeds of plain itself.
 """
 
@@ -23,12 +24,14 @@ from unittest import mock
 
 import torch
 from bench_run import candidates
+from step_floor import step_cost
 from torch import Tensor
 
 from mxd.common.progress import progress
 from mxd.config import DataConfig, RunConfig, load_config
 from mxd.evaluation.checkpoints import held_out_contexts
 from mxd.evaluation.faithfulness import Reconstruction
+from mxd.layers import ReplacementConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 from mxd.ops import reference
@@ -38,7 +41,15 @@ from mxd.training.source import activation_stream
 from mxd.training.step import Trainee, new_trainee, train_step
 
 Counts = dict[str, Counter[str]]
-PATHS = ("plain", "float32", "bfloat16")
+PATHS: dict[str, dict[str, str]] = {
+    path: {"candidates": "float32", "dense": "float32"} | fields
+    for path, fields in (
+        ("plain", {}),
+        ("float32", {}),
+        ("bfloat16", {"candidates": "bfloat16"}),
+        ("dense", {"dense": "bfloat16"}),
+    )
+}
 
 
 @contextmanager
@@ -55,18 +66,25 @@ def plain_operations() -> Iterator[None]:
         yield
 
 
+def paths_of(layer: ReplacementConfig, tokens: int) -> list[str]:
+    """Return the paths that differ for a layer."""
+    left_out = set() if candidates_pay(layer.sparsity.k, layer.num_units) else {"bfloat16"}
+    if not step_cost(layer, tokens, dense="bfloat16").rounded:
+        left_out.add("dense")
+    return [path for path in PATHS if path not in left_out]
+
+
 def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Trainee], Counts]:
     """Train every replacement on every path with every seed; keys are (replacement, path, seed).
 
     Also returns, for each replacement, how many rows had bfloat16 candidates and how many were searched anew.
     """
     training = config.training
-    recipes = [training.model_copy(update={"candidates": dtype}) for dtype in ("float32", "bfloat16")]
+    recipes = {path: training.model_copy(update=fields) for path, fields in PATHS.items()}
     trainees = {
-        (name, path, seed): new_trainee(name, number, layer, seed, base.device, recipes[path == "bfloat16"])
+        (name, path, seed): new_trainee(name, number, layer, seed, base.device, recipes[path])
         for name, (number, layer) in plan_layers(config, base).items()
-        for path in PATHS
-        if path != "bfloat16" or candidates_pay(layer.sparsity.k, layer.num_units)
+        for path in paths_of(layer, training.batch_tokens)
         for seed in range(seeds)
     }
     counts: Counts = {name: Counter() for name, _, _ in trainees}
@@ -79,7 +97,7 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
                 if step == 0:
                     trainee.initialise(batch.means[trainee.number], None, training.settings)
                 with plain_operations() if path == "plain" else candidates() as rows:
-                    train_step(trainee, x, y, training, step)
+                    train_step(trainee, x, y, recipes[path], step)
                 counts[name].update(rows or {})
             advance(training.batch_tokens)
     return trainees, counts

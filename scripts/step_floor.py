@@ -18,7 +18,7 @@ from torch import Tensor
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
 from mxd.layers.sparsity import BatchTopKConfig, TopKConfig
-from mxd.ops import CandidateDtype, metered_as
+from mxd.ops import CandidateDtype, DenseDtype, metered_as, rounded_products
 from mxd.planning.memory import ADAM_BYTES
 from mxd.planning.profiler import Cost, Factor, Product, meter
 
@@ -28,7 +28,9 @@ COPIED = 2**25
 """Numbers that are copied to measure the speed of memory: 128 MiB in float32, more than fits into most caches."""
 
 
-def step_cost(config: ReplacementConfig, tokens: int, candidates: CandidateDtype = "float32") -> Cost:
+def step_cost(
+    config: ReplacementConfig, tokens: int, candidates: CandidateDtype = "float32", dense: DenseDtype = "float32"
+) -> Cost:
     """Return the cost of one step, without the optimiser's update."""
     with torch.device("meta"):
         layer = config.build().train()
@@ -39,7 +41,7 @@ def step_cost(config: ReplacementConfig, tokens: int, candidates: CandidateDtype
         layer.begin_step([layer.read(x, y)])
         forward_backward(layer, x, y)
 
-    with metered_as("cpu"):
+    with metered_as("cpu"), rounded_products(dense):
         return meter(step)
 
 

@@ -6,7 +6,6 @@ z = psi(x E_glu^T + b_glu) * (x E^T + b_E)                  GLU (MxD, section 2.
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from pydantic import PositiveInt
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from mxd.common.errors import MxdError
 from mxd.layers.base import linear_init, zeros
 from mxd.layers.config import ACTIVATIONS, Activation, MLPWeights, ReplacementConfig
+from mxd.ops import linear
 
 
 class EncodedConfig(ReplacementConfig):
@@ -50,10 +50,10 @@ class DenseEncoder(nn.Module):
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch hidden"]:
         """Return the hidden state in the encoder's dtype."""
         x = x.to(self.weight.dtype)
-        linear = F.linear(x, self.weight, self.bias)
-        if self.glu_weight is None:
-            return self.activation(linear)
-        return self.activation(F.linear(x, self.glu_weight, self.glu_bias)) * linear
+        encoded = linear(x, self.weight, self.bias)
+        if self.glu_weight is None or self.glu_bias is None:
+            return self.activation(encoded)
+        return self.activation(linear(x, self.glu_weight, self.glu_bias)) * encoded
 
     def scaling(self) -> dict[str, tuple[int, int]]:
         """As ``ReplacementLayer.scaling``, of a layer whose ``encoder`` this is."""

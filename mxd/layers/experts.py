@@ -15,6 +15,7 @@ from torch import Tensor
 from mxd.layers.base import ReplacementLayer, linear_init, zeros
 from mxd.layers.encoder import DenseEncoder, EncodedConfig
 from mxd.layers.gates import Gate, LinearGate
+from mxd.ops import product
 
 
 class ExpertConfig(EncodedConfig):
@@ -96,4 +97,4 @@ class ExpertLayer(ReplacementLayer):
     ) -> Float[Tensor, "*batch columns"]:
         """Return ``encoded(x) @ factor``, without a copy of ``z``."""
         z = self.encoder(x)
-        return z @ factor[:-1] + factor[-1] if self.config.expert_bias else z @ factor
+        return product(z, factor[:-1]) + factor[-1] if self.config.expert_bias else product(z, factor)

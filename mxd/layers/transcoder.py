@@ -19,7 +19,7 @@ from mxd.layers.base import ReplacementLayer, code_product, linear_init, zeros
 from mxd.layers.config import ReplacementConfig, transcoder_params
 from mxd.layers.gates import Code, LinearGate
 from mxd.layers.losses import normalize, squared_error
-from mxd.ops import nested_decode
+from mxd.ops import add_product, nested_decode
 
 
 def _shares(value: Any) -> Any:
@@ -203,4 +203,4 @@ class Transcoder(FeatureLayer):
         self, x: Float[Tensor, "tokens d_in"], code: Code, hidden: Float[Tensor, "tokens 0"] | None
     ) -> Float[Tensor, "tokens d_out"]:
         out = self.features_out(code)
-        return out if self.skip is None else torch.addmm(out, x, self.skip)
+        return out if self.skip is None else add_product(out, x, self.skip)

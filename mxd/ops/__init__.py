@@ -7,6 +7,7 @@ in plain dense PyTorch, the oracle of the tests.
 
 from mxd.common.hardware import exact_products
 from mxd.ops.cutoff import kth_largest
+from mxd.ops.dense import DenseDtype, add_product, dense_dtype, linear, product, rounded_products
 from mxd.ops.experts import bilinear, experts_into_rows, grouped_linear, rows_into_experts
 from mxd.ops.low_rank import low_rank_mixture
 from mxd.ops.nested import nested_decode
@@ -23,17 +24,23 @@ from mxd.ops.sparse import (
 
 __all__ = [
     "CandidateDtype",
+    "DenseDtype",
     "Selection",
+    "add_product",
     "bilinear",
     "candidate_dtype",
+    "dense_dtype",
     "exact_products",
     "experts_into_rows",
     "grouped_linear",
     "kth_largest",
+    "linear",
     "linear_at",
     "low_rank_mixture",
     "metered_as",
     "nested_decode",
+    "product",
+    "rounded_products",
     "rows_into_experts",
     "sparse_decode",
     "topk_linear",

@@ -20,7 +20,7 @@ from mxd.config import RunConfig
 from mxd.data.activations import buffer_bytes
 from mxd.layers import ReplacementConfig
 from mxd.layers.objective import forward_backward
-from mxd.ops import CandidateDtype, candidate_dtype, metered_as
+from mxd.ops import CandidateDtype, DenseDtype, candidate_dtype, dense_dtype, metered_as, rounded_products
 from mxd.planning.layout import ParallelLayout, Replacements, blocks_of, fitting_groups, parallel_layout, plan_layers
 from mxd.planning.plan import Plan, one_by_one, peak, work_per_token
 from mxd.planning.process import BaseProcess, base_process, state_disk
@@ -116,9 +116,9 @@ class _Parts:
         """Return the plan for batches that are processed in ``accumulation`` parts."""
         training, parts = self.config.training, self.layout.parts
         rows = -(-training.batch_tokens // parts // accumulation)  # tokens in a part, rounded up
-        candidates = candidate_dtype(self.device, training.candidates)
+        dtypes = candidate_dtype(self.device, training.candidates), dense_dtype(self.device, training.dense)
         costs = {
-            layer: _step(layer, rows, accumulation, candidates, self.device, training.settings.k_start)
+            layer: _step(layer, rows, accumulation, dtypes, self.device, training.settings.k_start)
             for layer in dict.fromkeys(layer for _, layer in self.replacements.values())
         }
         steps = {name: costs[layer] for name, (_, layer) in self.replacements.items()}
@@ -236,7 +236,7 @@ def _step(
     config: ReplacementConfig,
     rows: int,
     accumulation: int,
-    candidates: CandidateDtype,
+    dtypes: tuple[CandidateDtype, DenseDtype],
     device: torch.device,
     widening: float,
 ) -> Cost:
@@ -244,11 +244,11 @@ def _step(
     config = config.model_copy(update={"sparsity": config.sparsity.costliest})
     with torch.device("meta"):
         layer = config.build().train()
-    layer.sparsity.candidates, layer.sparsity.widening = candidates, widening
+    layer.sparsity.candidates, layer.sparsity.widening = dtypes[0], widening
     x, y = (torch.empty(rows, width or 0, device="meta") for width in (config.d_in, config.d_out))
 
     part = partial(forward_backward, layer, x, y, accumulation)
-    with metered_as(device.type):
+    with metered_as(device.type), rounded_products(dtypes[1]):
         begin = meter(partial(layer.sparsity.begin_step, [layer.read(x, y)] * accumulation, layer.gates))
         first = meter(part)
         later = meter(part) if accumulation > 1 else Cost()  # adds to the gradient, which is held beside it

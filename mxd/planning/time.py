@@ -70,7 +70,8 @@ def measured_speeds(config: RunConfig, device: torch.device, network: float | No
     """
     tf32 = config.training.tf32
     products = product_speed(device, tf32=tf32 != "off")
-    rounded = products if config.training.candidates == "float32" else product_speed(device, torch.bfloat16)
+    exact = config.training.candidates == config.training.dense == "float32"
+    rounded = products if exact else product_speed(device, torch.bfloat16)
     dtype = DTYPES[config.model.dtype]
     base = products if dtype == torch.float32 and tf32 != "encoder" else product_speed(device, dtype)
     return Speeds(products, rounded, base, copy_speed(device), network)

@@ -14,7 +14,7 @@ from mxd.common.processes import ALONE, Processes
 from mxd.config import OptimizerKind, Recipe, TrainingConfig
 from mxd.layers import Covariance, ReplacementConfig, ReplacementLayer
 from mxd.layers.objective import forward_backward
-from mxd.ops import candidate_dtype
+from mxd.ops import candidate_dtype, dense_dtype, rounded_products
 from mxd.training.metrics import Stats
 from mxd.training.optimizers import Optimizer
 
@@ -128,7 +128,7 @@ def train_step(
     seen = (step + 1) * training.batch_tokens
     # Gradients on a GPU are averaged by its own queue, where one process would wait for another that ran out of memory.
     heard = trainee.processes.together() if x.is_cuda else nullcontext()
-    with tf32_products(training.tf32 != "off"), heard:
+    with tf32_products(training.tf32 != "off"), rounded_products(dense_dtype(x.device, training.dense)), heard:
         for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
             result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
             with torch.no_grad():

@@ -284,6 +284,22 @@ def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
     assert saved == pytest.approx(rounded.rounded * (1 / 1e9 - 1 / 4e9))
 
 
+def test_dense_products_in_bfloat16_are_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxd.ops.dense.WORTH", 1)
+    work = {}
+    for dense in ("float32", "bfloat16"):
+        plan = plan_run(
+            small(tmp_path, replacements=EVERYTHING[:1], training={"candidates": "float32", "dense": dense})
+        )
+        name = min(plan.replacements)
+        work[dense] = plan.work[name]
+    _, layer = plan.replacements[name]
+    # Forward, and the gradients of weights and hidden states: three products with D, two with the encoder.
+    assert work["float32"].rounded == 0
+    assert work["bfloat16"].rounded == 2 * layer.hidden * (3 * layer.d_out + 2 * layer.d_in)
+    assert work["float32"].flops == work["bfloat16"].flops
+
+
 @pytest.mark.long
 def test_a_measured_rate_takes_the_place_of_the_model(tmp_path: Path) -> None:
     config = small(tmp_path, blocks=[1, 2], replacements=EVERYTHING[:1])

@@ -1,5 +1,6 @@
 """Training: it learns, resumes bit for bit, refuses what would lose work, and leaves the base model alone."""
 
+import functools
 import importlib
 import json
 import os
@@ -10,23 +11,28 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from runs import assert_same_run, metrics, small, tensors
 from safetensors.torch import load_file
+from torch import Tensor
 
 from mxd.artifacts.checkpoint import load_layer
 from mxd.artifacts.folders import read_config
 from mxd.common.errors import MxdError
 from mxd.common.stop import Interrupted
 from mxd.config import TrainingConfig, dump_config, load_config
+from mxd.layers.gates import Code
+from mxd.layers.mxd import MxDConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
+from mxd.ops import dense_dtype
 from mxd.planning.layout import plan_layers
-from mxd.training.step import learning_rate, new_trainee
+from mxd.training.step import learning_rate, new_trainee, train_step
 from mxd.training.trainer import train
 
 EVERYTHING = [
@@ -465,6 +471,36 @@ def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytes
             trainee.layer.train(training)(torch.randn(5, 6))
             assert bool(used) is (training and asked == "bfloat16")
             used.clear()
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16", "auto"])
+def test_dense_products_are_rounded_in_training_steps_and_the_choice_of_units_never(
+    asked: Literal["float32", "bfloat16", "auto"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mxd.ops.dense.WORTH", 1)
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 6), torch.randn(64, 5)
+    mxd = MxDConfig(d_in=6, d_out=5, hidden=7, activation="relu", glu=True, num_units=9, sparsity=SPARSITIES["topk"])
+    stc = TranscoderConfig(d_in=6, d_out=5, num_units=9, skip=True, sparsity=SPARSITIES["topk"])
+    dtype = dense_dtype(torch.device("cpu"), asked)
+    for config, dense in ((mxd, {"encoder.weight", "encoder.glu_weight", "decoder"}), (stc, {"skip"})):
+        training = TrainingConfig(dense=asked, warmup_steps=0)
+        trainee = new_trainee("j", 0, config, 0, torch.device("cpu"), training)
+        for parameter in trainee.layer.parameters():  # decoders begin with zeros
+            torch.nn.init.normal_(parameter)
+        chosen = trainee.layer.encode(x)
+        seen: dict[str, Tensor] = {}
+        for name, parameter in trainee.layer.named_parameters():
+            parameter.register_hook(functools.partial(seen.setdefault, name))
+        codes: list[Code] = []
+        trainee.layer.sparsity.register_forward_hook(lambda *call, codes=codes: codes.append(call[-1]))
+        train_step(trainee, x, y, training, 0)
+        assert {name for name, grad in seen.items() if torch.equal(grad, grad.bfloat16().float())} == (
+            dense if dtype == "bfloat16" else set()
+        )
+        assert torch.equal(codes[0].indices, chosen.indices) and torch.equal(codes[0].activations, chosen.activations)
+        states = trainee.layer.eval().hidden(x)
+        assert not states.numel() or not torch.equal(states, states.bfloat16().float())
 
 
 @pytest.mark.long

@@ -1,0 +1,140 @@
+"""Would candidates in int8 pay? What a proof of them needs on a trained layer, and what their parts cost.
+
+    python scripts/measure_int8.py CONFIG LAYER [--tokens 2048] [--repeats 5] [--json FILE]
+
+`mxd train` forms all pre-activations in bfloat16 and proves that no unit outside of the candidates belongs among the
+K largest (``mxd.ops.sparse._from_candidates``). A processor with VNNI multiplies int8 faster still. Rounding to int8
+errs by more, so the same proof (Cauchy and Schwarz, with measured norms of the errors) needs more candidates: all
+units whose pre-activation is within twice the bound of the K-th largest. The first table says how many, on held-out
+activations, with one scale for each row; *balanced* first divides each column of the inputs by the square root of the
+ratio of its largest numbers, and multiplies the weights by it (SmoothQuant, arXiv 2211.10438). The second table times
+the parts at GPT-2's shape: N = 24,576, d = 768, a tile of 2,048 tokens.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_quality import held_out_activations
+from torch import Tensor
+
+from mxd.artifacts.checkpoint import load_layer
+from mxd.config import RunConfig, load_config
+from mxd.layers.gates import LinearGate
+from mxd.model.loading import load_frozen
+from mxd.ops.sparse import SPARE, _from_candidates, _topk
+
+TILE, WIDTH, UNITS = 2048, 768, 24_576
+LARGEST = 127
+"""The largest number of an int8 that has a negative."""
+
+
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in int8 and the scale of each, a column."""
+    scale = rows.abs().amax(1, keepdim=True) / LARGEST
+    return (rows / scale).round().to(torch.int8), scale
+
+
+def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows as they are after rounding."""
+    if dtype == torch.bfloat16:
+        return rows.bfloat16().float()
+    numbers, scale = quantised(rows)
+    return numbers * scale
+
+
+def needed(x: Tensor, weight: Tensor, pre: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """Return how many candidates each row's proof needs."""
+    low_x, low_weight = rounded(x, dtype), rounded(weight, dtype)
+    norm = torch.linalg.vector_norm
+    bound = torch.outer(norm(x - low_x, dim=1), norm(low_weight, dim=1))
+    bound += torch.outer(norm(x, dim=1), norm(weight - low_weight, dim=1))
+    kth = pre.topk(k).values.amin(1, keepdim=True)
+    return (pre >= kth - 2 * bound).sum(1)
+
+
+def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
+    """Return what the proof of a layer's candidates needs on held-out text, for each way to round."""
+    trained = load_layer(source)
+    layer, block = trained.layer.float(), trained.provenance.block
+    gates, k = layer.gates, layer.config.sparsity.max_k
+    assert isinstance(gates, LinearGate), "a layer with one row for each unit"
+    x, y = held_out_activations(config, load_frozen(config.model.source), tokens)[block]
+    x, weight = layer.read(x, y), gates.weight.detach()
+    pre = x @ weight.T + gates.bias.detach()
+    balance = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
+    ways = {
+        "bfloat16": (x, weight, torch.bfloat16),
+        "int8": (x, weight, torch.int8),
+        "int8, balanced": (x / balance, weight * balance, torch.int8),
+    }
+    rows = []
+    for way, (inputs, rows_of, dtype) in ways.items():
+        counts = needed(inputs, rows_of, pre, k, dtype).float()
+        shares = {f"proven by {n}": (counts <= n).float().mean().item() for n in (2 * k + SPARE, 4 * k, 8 * k)}
+        rows.append({"way": way, "median": counts.median().item(), "99%": counts.quantile(0.99).item()} | shares)
+    return rows
+
+
+def parts(repeats: int) -> dict[str, float]:
+    """Return the median seconds of each part for a tile at GPT-2's shape."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(TILE, WIDTH), torch.randn(UNITS, WIDTH)
+    low_x, low_weight = x.bfloat16(), weight.bfloat16()
+    (int_x, _), (int_weight, scale) = quantised(x), quantised(weight)
+    pre, low, sums = (torch.empty(TILE, UNITS, dtype=d) for d in (torch.float32, torch.bfloat16, torch.int32))
+    groups = torch.empty(TILE, UNITS // 4, dtype=torch.int32)
+    bias = torch.zeros(UNITS)
+    ways: dict[str, Callable[[], Any]] = {
+        "product, float32": lambda: torch.mm(x, weight.T, out=pre),
+        "product, bfloat16": lambda: torch.mm(low_x, low_weight.T, out=low),
+        "product, int8": lambda: torch._int_mm(int_x, int_weight.T, out=sums),
+        "weights to bfloat16": lambda: low_weight.copy_(weight),
+        "weights to int8": lambda: quantised(weight),
+        "80 largest of bfloat16": lambda: _topk(low, 80),
+        "maxima of int32 in fours": lambda: torch.amax(sums.view(TILE, 4, -1), 1, out=groups),
+        "their scaling": lambda: groups.float().mul_(scale[: UNITS // 4, 0]),
+        "all of it in bfloat16": lambda: _from_candidates(x, weight, bias, 32),
+    }
+    times: dict[str, list[float]] = {part: [] for part in ways}
+    for repeat in range(repeats + 1):
+        for part, run in ways.items():
+            begin = time.perf_counter()
+            run()
+            if repeat:
+                times[part].append(time.perf_counter() - begin)
+    return {part: statistics.median(seconds) for part, seconds in times.items()}
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="of the run that trained it")
+    parser.add_argument("layer", help="a trained layer with a linear gate and TopK")
+    parser.add_argument("--tokens", type=int, default=2048, help="held-out tokens")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = proofs(load_config(args.config), args.layer, args.tokens)
+    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
+    for row in rows:
+        numbers = (f"{value:.0f}" if value > 1 else f"{100 * value:.1f}%" for value in list(row.values())[1:])
+        print(f"| {row['way']} | {' | '.join(numbers)} |")
+    seconds = parts(args.repeats)
+    print(f"\n{torch.get_num_threads()} threads\n\n| part | ms |\n|---|---|")
+    for part, value in seconds.items():
+        print(f"| {part} | {1000 * value:.1f} |")
+    if args.json:
+        found = {"layer": Path(args.layer).name, "threads": torch.get_num_threads(), "proofs": rows, "seconds": seconds}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    main()
