@@ -21,6 +21,7 @@ from mxd.common.progress import Advance, progress
 from mxd.data.contexts import Contexts
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.deciding import decided
+from mxd.evaluation.generation import step_cached
 from mxd.evaluation.judging import Judge, check_judges
 from mxd.evaluation.units import WINDOW, contributing, token_strings
 from mxd.evaluation.walk import CodeMoments, check_units, codes, evaluating, streamed
@@ -167,9 +168,8 @@ def written(
         )
     fed, cache, added = whole, None, []
     for _ in range(new_tokens):
-        out = model.module(inputs_embeds=fed, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        added.append(out.logits[:, -1].argmax(-1))
+        logits, cache = step_cached(model, cache, inputs_embeds=fed)
+        added.append(logits[:, -1].argmax(-1))
         new = embed(added[-1]).unsqueeze(1)
         fed = torch.cat([fed, new], 1) if cache is None else new
     rows = torch.stack(added, 1).tolist()

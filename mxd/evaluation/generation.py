@@ -9,11 +9,12 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mxd.common.errors import MxdError
@@ -257,12 +258,28 @@ def continued(
     """
     whole, fed, cache = ids, ids, None
     for step in range(new_tokens):
-        out = model.module(input_ids=fed, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        chosen = choose(step, out.logits[:, -1].to(ids.device), whole).unsqueeze(-1)
+        logits, cache = step_cached(model, cache, input_ids=fed)
+        chosen = choose(step, logits[:, -1].to(ids.device), whole).unsqueeze(-1)
         whole = torch.cat([whole, chosen], 1)
         fed = whole if cache is None else chosen
     return whole[:, ids.shape[1] :]
+
+
+def step_cached(
+    model: FrozenModel, cache: Any, **fed: Shaped[Tensor, "batch seq *width"]
+) -> tuple[Float[Tensor, "batch seq vocab"], Any]:
+    """Return the logits of what follows a cache, and the cache that holds it, too: None of a model without one.
+
+    transformers calls the cache ``past_key_values`` before 5.24, and ``cache`` since.
+
+    Args:
+        model: the frozen model.
+        cache: of the step before; None at the first.
+        fed: ``input_ids`` or ``inputs_embeds``.
+    """
+    name = "cache" if "cache" in signature(model.module.forward).parameters else "past_key_values"
+    out = model.module(**fed, **{name: cache}, use_cache=True)
+    return out.logits, getattr(out, name)
 
 
 def _agreeing(base: Int[Tensor, "prompts n"], spliced_in: Int[Tensor, "prompts n"]) -> Bool[Tensor, "prompts n"]:

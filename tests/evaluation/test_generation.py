@@ -2,7 +2,9 @@
 
 import itertools
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +139,23 @@ def test_a_model_without_a_cache_gives_the_same(trained_gpt2):
     with cacheless(trained_gpt2), forwards(trained_gpt2) as seen:
         assert torch.equal(greedy(trained_gpt2, given, 6), expected)
     assert max(len(batch[0]) for batch in seen) == 18 + 5
+
+
+def test_a_cache_is_handed_on_by_the_name_that_the_model_knows(trained_gpt2, monkeypatch):
+    """transformers renamed it, and tells so at every use of the former name."""
+    given = starts(trained_gpt2)
+    expected = greedy(trained_gpt2, given, 6)
+    former, length = trained_gpt2.module.forward, []
+    known = "cache" if "cache" in signature(former).parameters else "past_key_values"
+
+    def forward(input_ids, cache=None, use_cache=None):
+        length.append(input_ids.shape[1])
+        out = former(input_ids=input_ids, use_cache=use_cache, **{known: cache})
+        return SimpleNamespace(logits=out.logits, cache=out[known])
+
+    monkeypatch.setattr(trained_gpt2.module, "forward", forward)
+    assert torch.equal(greedy(trained_gpt2, given, 6), expected)
+    assert length.count(1) > len(length) / 2, "later tokens are read alone"
 
 
 def test_generation_goes_on_after_eos():
