@@ -59,14 +59,14 @@ def test_bench_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
-    methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,32]}}]".replace(":", ": ")
+    methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,64]}}]".replace(":", ": ")
     dense, plain = reference.topk_linear, []
     monkeypatch.setattr(reference, "topk_linear", lambda *inputs: (plain.append(1), dense(*inputs))[1])
     words = f"{SCRIPTS.parent}/configs/tiny.yaml --seeds 2 --held-out 256 --set {fields}".split()
     rows = run(monkeypatch, tmp_path, "check_quality", *words, methods)["rows"]
     assert [(row["replacement"][-3:], row["path"]) for row in rows] == [
         *(("k16", path) for path in ("plain", "float32", "bfloat16")),
-        *(("k32", path) for path in ("plain", "float32")),
+        *(("k64", path) for path in ("plain", "float32")),
     ]
     assert len(plain) == 8  # steps of two batches, seeds and replacements, on the plain path alone
     assert [row.get("rows proposed for") for row in rows] == [None, None, 512, None, None]
