@@ -10,6 +10,7 @@ import torch
 from mxd.artifacts.checkpoint import Trained
 from mxd.artifacts.provenance import Provenance
 from mxd.common.errors import MxdError
+from mxd.evaluation.generation import step_cached
 from mxd.layers.mxd import MxDConfig
 from mxd.layers.sae import TopKSAEConfig
 from mxd.layers.sparsity import RandomKConfig, TopKConfig
@@ -351,13 +352,11 @@ def test_cached_steps_give_the_logits_of_the_whole_forward(family, ids):
     tokens = [int(ids[0, 0]), int(ids[0, 8]), int(ids[1, 9])]  # in the prompt and in the cached steps
     with spliced(family, {1: transcoder()}, base_at=tokens), torch.no_grad():
         whole = family.logits(ids)
-        step = family.module(input_ids=ids[:, :7], use_cache=True)
-        found = [step.logits]
+        logits, cache = step_cached(family, None, input_ids=ids[:, :7])
+        found = [logits]
         for position in range(7, 12):
-            step = family.module(
-                input_ids=ids[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True
-            )
-            found.append(step.logits)
+            logits, cache = step_cached(family, cache, input_ids=ids[:, position : position + 1])
+            found.append(logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, atol=1e-4, rtol=1e-4)
 
 

@@ -6,10 +6,10 @@ import sys
 import warnings
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, Parameter
 
 from mxd.cli import evaluate, masks, reproduce, share, train, units  # noqa: F401  the commands, for ``app``
-from mxd.cli.shared import app, rank
+from mxd.cli.shared import app, mistake, rank
 
 NO_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """Variables that switch off other libraries' bars; what a person set stays as it is."""
@@ -34,7 +34,10 @@ def _run(
     with progress.quiet(quiet), warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        app(words)
+        try:
+            app(words)
+        except CycloptsError as error:
+            raise mistake(error) from None
 
 
 app.meta.help_flags = app.meta.version_flags = ()  # the commands' own

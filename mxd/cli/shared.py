@@ -9,12 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, Token
+from cyclopts import App, CycloptsError, Parameter, Token
 from pydantic import ValidationError
 
 from mxd import __version__
 from mxd.common.bundled import check_model
-from mxd.common.errors import MxdError, nearest, printable
+from mxd.common.errors import MxdError, UsageError, nearest, printable
 from mxd.common.overrides import read_fields
 from mxd.common.parsing import spans, whole_number
 from mxd.questions import refusal
@@ -67,22 +67,17 @@ OutFile = Annotated[Path | None, Parameter(validator=_check_file)]
 """A file that a command writes at its end."""
 
 
-def _mistake(error: CycloptsError) -> Any:
-    """Return what is shown for a mistake on the command line.
-
-    Raises:
-        MxdError: the mistake is in a question's config; the message is that of ``checked``.
-    """
-    if isinstance(error.__cause__, ValidationError):
-        raise refusal(error.__cause__) from None
-    return CycloptsPanel(error)
+def mistake(error: CycloptsError) -> MxdError:
+    """Return what is told of a mistake on the command line; in a question's config, as ``checked`` tells it."""
+    return refusal(error.__cause__) if isinstance(error.__cause__, ValidationError) else UsageError(str(error))
 
 
 app = App(
     name="mxd",
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
-    error_formatter=_mistake,
+    exit_on_error=False,  # ``main`` reports mistakes, too
+    print_error=False,
     suppress_keyboard_interrupt=False,  # ``main`` reports it
 )
 

@@ -69,6 +69,12 @@ class MxdError(Exception):
         super().__init__(message)
 
 
+class UsageError(MxdError):
+    """Words on the command line that it does not understand."""
+
+    exit_code = 2
+
+
 class MxdWarning(UserWarning):
     """Something to know that stops nothing. Quiet: ``warnings.simplefilter("ignore", MxdWarning)``."""
 

@@ -65,7 +65,7 @@ def _work(plan: Plan, speeds: Speeds) -> Table:
         layers = [plan.replacements[member][1] for member in members]
         counts = (sum(layer.num_units or 0 for layer in layers), sum(layer.num_params for layer in layers))
         unfactorised = sum(layer.unfactorised_params for layer in layers)
-        params = (*(f"{count:,}" for count in counts), f"{unfactorised:.2e}") if layers else ("",) * 3
+        params = (*(f"{count:,}" for count in counts), f"{unfactorised:,}") if layers else ("",) * 3
         floor = product_seconds(work, speeds) if layers else work.flops / speeds.base
         cells = (f"{work.flops / 1e6:,.2f}", f"{(work.moved + work.fixed) / 1e3:,.0f}", f"{1e6 * floor:,.1f}")
         table.add_row(name, *params, *cells)

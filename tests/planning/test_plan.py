@@ -323,7 +323,7 @@ def test_the_command_prints_every_part_and_writes_all_numbers(tmp_path: Path, ca
     assert "2 processes, groups of 2" in out and out.endswith("it fits\n")
     found = json.loads(file.read_text())
     (name, unfactorised), *_ = found["unfactorised"].items()
-    assert f"{unfactorised:.2e}" in out and unfactorised > found["replacements"][name]
+    assert f"{unfactorised:,}" in out and unfactorised > found["replacements"][name]
     assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["memory_bytes"].values())
     assert not (tmp_path / "r").exists()
     code, _, err = mxd(capsys, "plan", config, "--blocks", "[99]")

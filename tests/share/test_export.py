@@ -27,6 +27,7 @@ from mxd.artifacts.provenance import Provenance
 from mxd.assets.modeling_spliced import FORWARDS
 from mxd.common.bundled import bundled_path
 from mxd.common.errors import MxdError
+from mxd.evaluation.generation import step_cached
 from mxd.layers import parse_layer
 from mxd.layers.sparsity import AnySparsity, TopKConfig
 from mxd.model.loading import load_frozen
@@ -214,12 +215,13 @@ def test_the_constant_for_bos_is_exported(exported, gpt2, ids):
 
 def test_cached_steps_give_the_logits_of_the_whole_forward(exported, ids):
     module = load(exported)
+    model = load_frozen(module)
     with torch.no_grad():
-        step = module(input_ids=ids[:, :7], use_cache=True)
-        found = [step.logits]
+        logits, cache = step_cached(model, None, input_ids=ids[:, :7])
+        found = [logits]
         for position in range(7, 12):
-            step = module(ids[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
-            found.append(step.logits)
+            logits, cache = step_cached(model, cache, input_ids=ids[:, position : position + 1])
+            found.append(logits)
     torch.testing.assert_close(torch.cat(found, 1), logits_of(module, ids), atol=1e-5, rtol=1e-5)
 
 
