@@ -1,4 +1,4 @@
-"""What the scripts make of measured files: paired differences of a study, and polysemanticity over seeds."""
+"""What the scripts make of measured files and layers: a study, polysemanticity, laws, the proof of candidates."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_scripts import run, script
+from test_scripts import SCRIPTS, run, script
 
 import mxd
 
@@ -181,3 +181,48 @@ def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp
     sink = float(model.record(bos, 2)[2][1][0, 0].norm())
     assert found["sink"] == pytest.approx(sink / np.sort(norms)[(len(norms) - 1) // 2], rel=1e-4)
     assert found["linear_on_fit"] > found["linear"] - 0.2
+
+
+def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    module = script("measure_candidates")
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 8), torch.randn(300, 8)
+    pre = x @ weight.T
+    counts = {dtype: module.needed(x, weight, pre, 4, dtype) for dtype in (torch.bfloat16, torch.int8)}
+    for dtype, needed in counts.items():
+        low = module.rounded(x, dtype) @ module.rounded(weight, dtype).T
+        order = low.argsort(1, descending=True)
+        for row, count in enumerate(needed.tolist()):  # so many candidates hold the four largest
+            assert set(pre[row].topk(4).indices.tolist()) <= set(order[row, :count].tolist())
+    assert (counts[torch.int8] >= counts[torch.bfloat16]).all() and counts[torch.int8].sum() < 16 * 300
+    assert (counts[torch.bfloat16] >= 4).all() and (counts[torch.int8] > counts[torch.bfloat16]).any()
+
+
+@pytest.mark.long
+def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    module = script("measure_candidates")
+    for name, value in {"TILE": 32, "WIDTH": 16, "UNITS": 512}.items():
+        monkeypatch.setattr(module, name, value)
+    fields = ["--training.tokens", "1024", "--training.batch_tokens", "512", "--training.buffer_tokens", "1024"]
+    fields += ["--replacements", "[{method: transcoder, sparsity: {kind: topk, k: 2}}]", "--out", str(tmp_path)]
+    folder = mxd.train(mxd.load_config("configs/tiny.yaml", fields))
+    monkeypatch.setattr(module, "load_config", lambda path: mxd.load_config(path, fields))
+    taken: list[int] = []
+    choose = module._from_candidates
+    monkeypatch.setattr(module, "_from_candidates", lambda *inputs: (taken.append(len(inputs[1])), choose(*inputs))[1])
+    file = tmp_path / "found.json"
+    words = ["--units", "64", "256", "--d", "16", "--k", "2", "--repeats", "1", "--tokens", "256", "--json", str(file)]
+    words += ["--config", "configs/tiny.yaml", "--layer", str(folder / "block2-tc-k2")]
+    monkeypatch.setattr("sys.argv", ["measure_candidates", *words])
+    module.main()
+    found = json.loads(file.read_text())
+    assert taken == [64, 64, 256, 256, 512, 512] and [row["units"] for row in found["choices"]] == [64, 256]
+    assert all(seconds > 0 for seconds in found["parts"].values())
+    exact, eights, balanced = found["proofs"]
+    assert exact["median"] < eights["median"] and balanced["way"] == "int8, balanced"
+    assert "| int8, balanced |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["measure_candidates", *words[:-2]])
+    with pytest.raises(SystemExit, match="2"):
+        module.main()

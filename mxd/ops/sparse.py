@@ -30,7 +30,7 @@ SPARE = 16
 """Candidates beyond ``2 k``: enough that the choice of almost every row can be proven, even for K = 1."""
 
 WORTH = 48
-"""Low-precision candidates pay off where there are at least this many units per candidate."""
+"""Low-precision candidates pay from so many units for each on; see `scripts/measure_candidates.py`."""
 
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""

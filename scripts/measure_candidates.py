@@ -1,14 +1,19 @@
-"""Would candidates in int8 pay? What a proof of them needs on a trained layer, and what their parts cost.
+"""When do candidates in low precision pay? What they cost, and what a proof of them needs: in bfloat16, and in int8.
 
-    python scripts/measure_int8.py CONFIG LAYER [--tokens 2048] [--repeats 5] [--json FILE]
+    python scripts/measure_candidates.py [--units 2304 4608] [--d 576] [--k 32] [--repeats 5] [--json FILE]
+    python scripts/measure_candidates.py --layer checkpoints/RUN/LAYER --config configs/RUN.yaml [--tokens 2048]
 
 `mxd train` forms all pre-activations in bfloat16 and proves that no unit outside of the candidates belongs among the
-K largest (``mxd.ops.sparse._from_candidates``). A processor with VNNI multiplies int8 faster still. Rounding to int8
-errs by more, so the same proof (Cauchy and Schwarz, with measured norms of the errors) needs more candidates: all
-units whose pre-activation is within twice the bound of the K-th largest. The first table says how many, on held-out
-activations, with one scale for each row; *balanced* first divides each column of the inputs by the square root of the
-ratio of its largest numbers, and multiplies the weights by it (SmoothQuant, arXiv 2211.10438). The second table times
-the parts at GPT-2's shape: N = 24,576, d = 768, a tile of 2,048 tokens.
+K largest (``mxd.ops.sparse._from_candidates``), where there are enough units for each candidate
+(``mxd.ops.sparse.WORTH``). The first table is what that is set by: the choice of the K largest of a tile of 2,048
+tokens in float32 and from candidates, in turn, on weights as they are drawn.
+
+A processor with VNNI multiplies int8 faster still. The second table times the parts that candidates in int8 would
+have at GPT-2's shape. Rounding to int8 errs by more, so the same proof (Cauchy and Schwarz, with measured norms of the
+errors) needs more candidates: all units whose pre-activation is within twice the bound of the K-th largest. With
+``--layer`` the third table says how many, on held-out activations, with one scale for each row; *balanced* first
+divides each column of the inputs by the square root of the ratio of its largest numbers, and multiplies the weights by
+it (SmoothQuant, arXiv 2211.10438).
 """
 
 import argparse
@@ -19,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from check_quality import held_out_activations
@@ -28,7 +34,8 @@ from mxd.artifacts.checkpoint import load_layer
 from mxd.config import RunConfig, load_config
 from mxd.layers.gates import LinearGate
 from mxd.model.loading import load_frozen
-from mxd.ops.sparse import SPARE, _from_candidates, _topk
+from mxd.ops import sparse
+from mxd.ops.sparse import SPARE, _from_candidates, _largest, _topk
 
 TILE, WIDTH, UNITS = 2048, 768, 24_576
 LARGEST = 127
@@ -82,6 +89,22 @@ def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
+def choices(units: list[int], d: int, k: int, repeats: int) -> list[dict[str, Any]]:
+    """Return the median seconds of the choice of the ``k`` largest of a tile, in float32 and from candidates."""
+    torch.manual_seed(0)
+    rows = []
+    for n in units:
+        x, weight, bias = torch.randn(TILE, d), torch.randn(n, d), torch.zeros(n)
+        ways: dict[str, Callable[[], Any]] = {
+            "float32": lambda: _largest(x, weight, bias, k),  # noqa: B023  called at once
+            "candidates": lambda: _from_candidates(x, weight, bias, k),  # noqa: B023
+        }
+        with patch.object(sparse, "WORTH", 0):  # candidates however few units there are
+            found = medians(ways, repeats)
+        rows.append({"units": n, "units for each candidate": n / (2 * k + SPARE), **found})
+    return rows
+
+
 def parts(repeats: int) -> dict[str, float]:
     """Return the median seconds of each part for a tile at GPT-2's shape."""
     torch.manual_seed(0)
@@ -102,6 +125,11 @@ def parts(repeats: int) -> dict[str, float]:
         "their scaling": lambda: groups.float().mul_(scale[: UNITS // 4, 0]),
         "all of it in bfloat16": lambda: _from_candidates(x, weight, bias, 32),
     }
+    return medians(ways, repeats)
+
+
+def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Return the median seconds of each, run in turn; the first turn is not counted."""
     times: dict[str, list[float]] = {part: [] for part in ways}
     for repeat in range(repeats + 1):
         for part, run in ways.items():
@@ -115,23 +143,36 @@ def parts(repeats: int) -> dict[str, float]:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="of the run that trained it")
-    parser.add_argument("layer", help="a trained layer with a linear gate and TopK")
+    parser.add_argument("--units", type=int, nargs="+", default=[1152, 2304, 3456, 4608, 9216, 24_576])
+    parser.add_argument("--d", type=int, default=576, help="width of the inputs")
+    parser.add_argument("--k", type=int, default=32)
+    parser.add_argument("--layer", help="a trained layer with a linear gate and TopK")
+    parser.add_argument("--config", type=Path, help="of the run that trained it")
     parser.add_argument("--tokens", type=int, default=2048, help="held-out tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = proofs(load_config(args.config), args.layer, args.tokens)
-    print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-    for row in rows:
-        numbers = (f"{value:.0f}" if value > 1 else f"{100 * value:.1f}%" for value in list(row.values())[1:])
-        print(f"| {row['way']} | {' | '.join(numbers)} |")
-    seconds = parts(args.repeats)
-    print(f"\n{torch.get_num_threads()} threads\n\n| part | ms |\n|---|---|")
-    for part, value in seconds.items():
+    if (args.layer is None) != (args.config is None):
+        parser.error("--layer and --config go together")
+    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    print(f"{torch.get_num_threads()} threads\n\n| units | for each candidate | float32, ms | candidates, ms | ratio |")
+    print("|---|---|---|---|---|")
+    found["choices"] = choices(args.units, args.d, args.k, args.repeats)
+    for row in found["choices"]:
+        exact, low = row["float32"], row["candidates"]
+        times = f"{1000 * exact:.1f} | {1000 * low:.1f} | {low / exact:.2f}"
+        print(f"| {row['units']:,} | {row['units for each candidate']:.0f} | {times} |")
+    print("\n| part | ms |\n|---|---|")
+    found["parts"] = parts(args.repeats)
+    for part, value in found["parts"].items():
         print(f"| {part} | {1000 * value:.1f} |")
+    if args.layer is not None:
+        found |= {"layer": Path(args.layer).name, "proofs": proofs(load_config(args.config), args.layer, args.tokens)}
+        print("\n| " + " | ".join(found["proofs"][0]) + " |\n" + "|---" * len(found["proofs"][0]) + "|")
+        for row in found["proofs"]:
+            numbers = (f"{value:.0f}" if value > 1 else f"{100 * value:.1f}%" for value in list(row.values())[1:])
+            print(f"| {row['way']} | {' | '.join(numbers)} |")
     if args.json:
-        found = {"layer": Path(args.layer).name, "threads": torch.get_num_threads(), "proofs": rows, "seconds": seconds}
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
