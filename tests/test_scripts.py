@@ -550,3 +550,15 @@ def test_the_checks_of_formats_write_what_other_tools_are_to_read(
     cases = load_file(tmp_path / "cases.safetensors")
     assert {name: tensor.shape for name, tensor in cases.items()} == dict.fromkeys(("x2", "tc2", "stc2"), (2048, 128))
     assert [path.name for path in (tmp_path / "tc").iterdir()]
+
+
+@pytest.mark.long
+def test_profile_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench_step: ModuleType, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "bench_step", bench_step)
+    words = ["--shape", "toy", "--layers", "TC", "--tokens", "64", "128", "--k", "4", "--top", "2"]
+    few, many = run(monkeypatch, tmp_path, "profile_step", *words)["rows"]
+    assert (few["tokens"], many["tokens"]) == (64, 128) and few["seconds"] > 0
+    shares = list(few["shares"].values())
+    assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
+    assert any(name in few["shares"] for name in ("aten::addmm", "aten::mm"))
+    assert "| TC | 128 |" in capsys.readouterr().out

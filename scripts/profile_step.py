@@ -1,0 +1,60 @@
+"""Where does a training step's time go? Its operators, by their share of the time of a step as `mxd train` takes it.
+
+    python scripts/profile_step.py [--shape smollm2] [--layers TC MxD] [--tokens 1024 4096] [--top 8] [--json FILE]
+
+The layers and shapes are those of ``bench_step.py``; times are torch.profiler's, of the thread that calls, without
+what an operator calls in turn. Profiling slows small operators most, so shares, not times, are what to read.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_step
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mxd.training.trainer import keep_freed_memory
+
+STEPS = 5
+
+
+def operators(shape: str, label: str, k: int, tokens: int) -> dict[str, Any]:
+    """Return the seconds of a step and the share of each operator, the largest first."""
+    bench_step.TOKENS = tokens
+    config, x, y = bench_step.case(shape, label, k)
+    step = bench_step.ours(config, "auto", "auto", x, y)
+    step(), step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(STEPS):
+            step()
+    times = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
+    total = sum(times.values())
+    shares = {name: time / total for name, time in sorted(times.items(), key=lambda item: -item[1])}
+    return {"shape": shape, "layer": label, "tokens": tokens, "seconds": total / STEPS / 1e6, "shares": shares}
+
+
+def main() -> None:
+    """Parse, profile, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=bench_step.SHAPES, default="smollm2")
+    parser.add_argument("--layers", nargs="+", choices=bench_step.METHODS, default=["TC", "MxD"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of a batch")
+    parser.add_argument("--k", type=int, default=32)
+    parser.add_argument("--top", type=int, default=8, help="operators that are listed")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    keep_freed_memory()
+    rows = [operators(args.shape, label, args.k, tokens) for label in args.layers for tokens in args.tokens]
+    print(f"{torch.get_num_threads()} threads, K = {args.k}\n\n| layer | tokens | ms | largest shares |")
+    print("|---|---|---|---|")
+    for row in rows:
+        largest = ", ".join(f"{name} {share:.0%}" for name, share in list(row["shares"].items())[: args.top])
+        print(f"| {row['layer']} | {row['tokens']:,} | {1000 * row['seconds']:.0f} | {largest} |")
+    if args.json:
+        args.json.write_text(json.dumps({"threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
