@@ -1,13 +1,15 @@
 """Does the fast path train as well as plain dense operations? Held-out normalized MSE of each path.
 
     python scripts/check_quality.py CONFIG [--set training.tokens=1048576 ...] [--seeds 3] [--json FILE] [--check]
+    python scripts/check_quality.py CONFIG --paths float32 dense    # where plain operations would take too long
 
 From one stream of activations each replacement of the config is trained several times for each seed, from the same
 initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
 the sparse operations of `mxd train` (`float32`), with `training.candidates: bfloat16`, whose rows are counted (this
 path is left out where there are too few units for it to pay), and with `training.dense: bfloat16` (`dense`; left out
-where no product of a step is large enough). With --check the script exits 1 if a path's mean exceeds
-plain's by more than twice the standard error over the seeds of plain itself.
+where no product of a step is large enough). The first of the paths that are asked for is what the others are compared
+with. With --check the script exits 1 if a path's mean exceeds that of the first by more than twice the first's own
+standard error over the seeds.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ from mxd.ops import reference
 from mxd.ops.sparse import candidates_pay
 from mxd.planning.layout import blocks_of, plan_layers
 from mxd.training.source import activation_stream
-from mxd.training.step import Trainee, new_trainee, train_step
+from mxd.training.step import Trainee, mean_sizes, new_trainee, train_step
 
 Counts = dict[str, Counter[str]]
 PATHS: dict[str, dict[str, str]] = {
@@ -66,15 +68,17 @@ def plain_operations() -> Iterator[None]:
         yield
 
 
-def paths_of(layer: ReplacementConfig, tokens: int) -> list[str]:
-    """Return the paths that differ for a layer."""
+def paths_of(layer: ReplacementConfig, tokens: int, asked: Sequence[str]) -> list[str]:
+    """Return the paths that were asked for and differ for a layer."""
     left_out = set() if candidates_pay(layer.sparsity.k, layer.num_units) else {"bfloat16"}
     if not step_cost(layer, tokens, dense="bfloat16").rounded:
         left_out.add("dense")
-    return [path for path in PATHS if path not in left_out]
+    return [path for path in asked if path not in left_out]
 
 
-def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tuple[str, str, int], Trainee], Counts]:
+def train_all(
+    config: RunConfig, base: FrozenModel, seeds: int, paths: Sequence[str]
+) -> tuple[dict[tuple[str, str, int], Trainee], Counts]:
     """Train every replacement on every path with every seed; keys are (replacement, path, seed).
 
     Also returns, for each replacement, how many rows had bfloat16 candidates and how many were searched anew.
@@ -84,7 +88,7 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
     trainees = {
         (name, path, seed): new_trainee(name, number, layer, seed, base.device, recipes[path])
         for name, (number, layer) in plan_layers(config, base).items()
-        for path in paths_of(layer, training.batch_tokens)
+        for path in paths_of(layer, training.batch_tokens, paths)
         for seed in range(seeds)
     }
     counts: Counts = {name: Counter() for name, _, _ in trainees}
@@ -95,6 +99,9 @@ def train_all(config: RunConfig, base: FrozenModel, seeds: int) -> tuple[dict[tu
             for (name, path, _), trainee in trainees.items():
                 x, y = batch.sites[trainee.number]
                 if step == 0:
+                    if training.settings.scaled:
+                        trainee.scale(mean_sizes((x, y), trainee.processes))
+                        trainee.enlarge()
                     trainee.initialise(batch.means[trainee.number], None, training.settings)
                 with plain_operations() if path == "plain" else candidates() as rows:
                     train_step(trainee, x, y, recipes[path], step)
@@ -147,37 +154,42 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the config to change")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=32_768, help="held-out tokens")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     config = load_config(args.config, pairs(args.set))
     base = load_frozen(config.model.source, device="cpu")
-    trainees, counts = train_all(config, base, args.seeds)
+    trainees, counts = train_all(config, base, args.seeds, args.paths)
     errors = held_out(trainees, held_out_activations(config, base, args.held_out))
     print(f"{config.model.source}, {config.training.tokens:,} tokens, held-out normalized MSE, {args.seeds} seeds\n")
-    print("| replacement | path | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean | against plain |")
+    print(
+        "| replacement | path | "
+        + " | ".join(f"seed {s}" for s in range(args.seeds))
+        + f" | mean | against {args.paths[0]} |"
+    )
     print("|---|---|" + "---|" * (args.seeds + 2))
     worse, rows = [], []
     for name in dict.fromkeys(name for name, _, _ in errors):
-        paths = [path for path in PATHS if (name, path, 0) in errors]
+        paths = [path for path in args.paths if (name, path, 0) in errors]
         series = {path: [errors[name, path, seed] for seed in range(args.seeds)] for path in paths}
-        plain = statistics.mean(series["plain"])
-        noise = 2 * statistics.stdev(series["plain"]) / math.sqrt(args.seeds) if args.seeds > 1 else math.inf
+        first = statistics.mean(series[paths[0]])
+        noise = 2 * statistics.stdev(series[paths[0]]) / math.sqrt(args.seeds) if args.seeds > 1 else math.inf
         for path, errors_of_path in series.items():
             mean = statistics.mean(errors_of_path)
             cells = " | ".join(f"{value:.5f}" for value in errors_of_path)
-            print(f"| {name} | {path} | {cells} | {mean:.5f} | {100 * (mean / plain - 1):+.2f}% |")
+            print(f"| {name} | {path} | {cells} | {mean:.5f} | {100 * (mean / first - 1):+.2f}% |")
             rows.append({"replacement": name, "path": path, "normalized_mse": errors_of_path})
             rows[-1] |= counts[name] if path == "bfloat16" else {}
-            if mean - plain > noise:
-                worse.append(f"{name}, {path}: {mean:.5f} against {plain:.5f}, noise {noise:.5f}")
+            if mean - first > noise:
+                worse.append(f"{name}, {path}: {mean:.5f} against {first:.5f}, noise {noise:.5f}")
     for name, count in counts.items():
         if count["rows proposed for"]:
             print(f"\n{name}: {count['rows proposed for']:,} rows proposed for, {count['rows searched anew']:,} anew")
     if args.json:
         args.json.write_text(json.dumps({"config": config.model_dump(mode="json"), "rows": rows}, indent=2) + "\n")
     if args.check:
-        print("\n".join(worse) or "\nevery path is within the noise of the plain one")
+        print("\n".join(worse) or f"\nevery path is within the noise of {args.paths[0]}")
         sys.exit(1 if worse else 0)
 
 

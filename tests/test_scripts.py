@@ -18,6 +18,7 @@ import mxd
 from mxd.common.errors import MxdError
 from mxd.layers import LAYERS, MLPShape
 from mxd.ops import reference
+from mxd.training.step import Trainee
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
 
@@ -72,6 +73,11 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [row.get("rows proposed for") for row in rows] == [None, None, 512, None, None]
     assert rows[0]["normalized_mse"] == pytest.approx(rows[2]["normalized_mse"], rel=1e-4)
     assert rows[0]["normalized_mse"][0] != rows[0]["normalized_mse"][1]
+    scales: list[tuple[float, float]] = []
+    scale = Trainee.scale
+    monkeypatch.setattr(Trainee, "scale", lambda trainee, sizes: (scales.append(sizes), scale(trainee, sizes))[1])
+    rows = run(monkeypatch, tmp_path, "check_quality", *words, methods, "training.recipe=scaled", "--paths", "float32")
+    assert [row["path"] for row in rows["rows"]] == ["float32"] * 2 and len(plain) == 8 and len(scales) == 4
 
 
 @pytest.mark.long
