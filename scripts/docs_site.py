@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def commands() -> str:
     """Return what ``mxd --help`` and every command's ``--help`` say."""
-    import mxd.cli.main  # noqa: F401  the commands, for ``app``
+    import mxd.cli.entry  # noqa: F401  the commands, for ``app``
     from mxd.cli.shared import app
 
     text = app.generate_docs(output_format="markdown", heading_level=1)

@@ -10,7 +10,7 @@ from variants import SPARSITIES as EXAMPLES
 from variants import parse_sparsity
 
 import mxd
-from mxd.cli import app
+from mxd.cli.entry import app
 from mxd.config import TrainingConfig, parse_config
 from mxd.layers import LAYERS, MLPShape, size
 from mxd.layers.sparsity import SPARSITIES

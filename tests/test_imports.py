@@ -142,7 +142,7 @@ def test_the_reader_sees_imports():
     assert "mxd.layers.base" in imports("mxd.layers.mxd")
     assert "mxd.config" in imports("mxd.cli.train")  # inside a function
     assert "torch" in imports("mxd.layers.objective")
-    assert "mxd.common.errors" in imports("mxd.cli.main")  # from mxd.common import errors
+    assert "mxd.common.errors" in imports("mxd.cli.entry")  # from mxd.common import errors
     assert sum(len(ours(name)) for name in FILES) > 50
 
 

@@ -29,7 +29,7 @@ def test_the_python_example_runs(
 
 
 def test_commands_configs_and_links_exist() -> None:
-    from mxd.cli import app
+    from mxd.cli.entry import app
 
     for command in re.findall(r"^mxd ([\w-]+)", TEXT, re.M):
         assert command in app, command

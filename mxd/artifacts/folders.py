@@ -114,6 +114,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise MxdError(f"no checkpoint at {str(folder)!r}: expected a folder with config.json and model.safetensors.")
     config = read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
+        if isinstance(config, dict) and "model_type" in config:
+            raise MxdError(
+                f"{str(folder)!r} is a language model; expected a layer's folder, or a run's that holds some."
+            )
         got = config.get("format") if isinstance(config, dict) else None
         raise MxdError(
             f"{path} is not an mxd layer of format {FORMAT} (its format is {got!r}); use the version of mxd that "

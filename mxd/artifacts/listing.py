@@ -1,5 +1,7 @@
 """Which layers a local folder holds; nothing heavy is imported to say that there is none."""
 
+import json
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -30,7 +32,8 @@ def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
         return [folder]
     children = folder.iterdir() if folder.is_dir() else ()
     # Hidden folders are unfinished: a killed save left them behind.
-    layers = sorted(c for c in children if (c / "config.json").is_file() and not c.name.startswith("."))
+    layers = [c for c in children if not c.name.startswith(".") and (c / "config.json").is_file()]
+    layers = sorted((layer for layer in layers if not _is_model(layer / "config.json")), key=_numbered)
     if not layers:
         raise MxdError(
             f"no checkpoint at {shown!r}: expected a folder with config.json and model.safetensors, a run's folder "
@@ -41,3 +44,17 @@ def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
         names = ", ".join(layer.name for layer in layers)
         raise MxdError(f"no layer at {shown!r} matches {pattern!r}; there are: {names}.")
     return matching
+
+
+def _is_model(config: Path) -> bool:
+    """Return whether a config is that of a language model, such as `mxd export-model` writes."""
+    try:
+        return "model_type" in json.loads(config.read_bytes())
+    except (ValueError, TypeError):
+        return False  # a damaged layer, which is to be heard of
+
+
+def _numbered(layer: Path) -> list[tuple[int, str]]:
+    """Return what folders are sorted by: names, with numbers in them as numbers, so that k4 is before k16."""
+    parts = re.split(r"(\d+)", layer.name)
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]

@@ -76,9 +76,9 @@ app = App(
     name="mxd",
     version=__version__,
     help="Train, share and splice faithful sparse replacement layers for the MLPs of frozen language models.",
-    exit_on_error=False,  # ``main`` reports mistakes, too
+    exit_on_error=False,  # ``run`` reports mistakes
     print_error=False,
-    suppress_keyboard_interrupt=False,  # ``main`` reports it
+    suppress_keyboard_interrupt=False,  # ``mxd.cli.main`` reports it
 )
 
 
@@ -325,17 +325,19 @@ def ranges(option: str, text: str) -> list[int]:
 
 
 def say(text: str) -> None:
-    """Print a text; in a launch of many processes only the first prints."""
+    """Print sentences, as ``tell`` does; in a launch of many processes only the first prints."""
+    from mxd.common.progress import PlainConsole
+
     if not rank():
-        sys.stdout.write(printable(text) + "\n")
+        PlainConsole().tell(text)
 
 
 def suggest(command: str) -> None:
-    """Print what may be typed next; not under ``--quiet``."""
+    """Print what may be typed next, without line ends of our own, so that it can be copied; not under ``--quiet``."""
     from mxd.common.progress import console
 
-    if not console.quiet:
-        say(f"next: {command}")
+    if not console.quiet and not rank():
+        sys.stdout.write(printable(f"next: {command}\n"))
 
 
 def rank() -> int:

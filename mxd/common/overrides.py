@@ -24,7 +24,8 @@ def read_fields(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     try:
         raw = parse_yaml(read_text(path, MOST_YAML_BYTES))
     except OSError as error:
-        raise MxdError(f"cannot read config {str(path)!r}: {error.strerror}.") from error
+        remedy = "" if path.exists() else " `mxd init` writes one, with every line explained."
+        raise MxdError(f"cannot read config {str(path)!r}: {error.strerror}.{remedy}") from error
     except ValueError as error:
         raise MxdError(f"{path} is not YAML that can be used: {error}") from error
     if not isinstance(raw, dict):

@@ -360,8 +360,10 @@ def prepare(
     phase, needed = peak(plan.memory)
     one = ", one after the other" if plan.phases > 1 else ""
     parts = f", each batch in {number} parts" if number > 1 else ""
+    whole = training.steps * training.batch_tokens
+    tokens = f"{whole:,} of {training.tokens:,} tokens, whole batches; " if whole < training.tokens else ""
     console.tell(
         f"{plural(len(plan.replacements), 'replacement')}, {plan.params:,} parameters{one}{parts}; "
-        f"memory on {plan.device}: {amount(needed)} while {phase}"
+        f"{tokens}memory on {plan.device}: {amount(needed)} while {phase}"
     )
     return config, plan

@@ -329,11 +329,13 @@ def subset_tables(name: str, result: Mapping[str, Any]) -> Iterator[Table]:
     """Yield what a layer does with a share of its active units, and how fast it decodes them."""
     texts = plural(result["texts"], "text")
     title = f"{name}: with a share of its active units, {texts}; beside as many random active units"
-    metrics = SUBSET[: SUBSET.index(RANDOM_NMSE)]  # the file and the page have the rest
-    table = Table("chosen at", *(metric.title for metric in metrics), title=title, title_justify="left")
+    kept, *metrics = SUBSET[: SUBSET.index(RANDOM_NMSE)]  # the file and the page have the rest
+    head = f"chosen at: {kept.title}"
+    table = Table(head, *(metric.title for metric in metrics), title=title, title_justify="left")
     for mode, found in result["modes"].items():
         for point in found["points"]:
-            table.add_row(SUBSET_MODES[mode], *(metric.with_error(point) for metric in metrics))
+            said = f"{SUBSET_MODES[mode]}: {kept.with_error(point)}"
+            table.add_row(said, *(metric.with_error(point) for metric in metrics))
         unchanged = (metric.with_error(found["full"]) for metric in metrics)
         table.add_row(f"{SUBSET_MODES[mode]}: unchanged", *unchanged)
     yield table

@@ -223,6 +223,7 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP], size: Mapping[str,
         pipeline_tag="text-generation",
         tags=["mxd", "interpretability"],
     )
+    revision = f", revision {model.revision}" if model.revision else ""
     rows = []
     for number, mlp in mlps.items():
         config = cast(ReplacementLayer, mlp.layer).config
@@ -233,7 +234,7 @@ def _card(model: FrozenModel, mlps: Mapping[int, SplicedMLP], size: Mapping[str,
 
 # {model.source} with sparse layers in place of MLPs
 
-Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`, revision {model.revision}.
+Written by `mxd export-model` (mxd {versions()["mxd"]}) from `{model.source}`{revision}.
 The layers answer at every position, in {len(mlps)} of {model.num_blocks} blocks. {_kept(mlps)}
 
 Size: {_size_line(size)}.

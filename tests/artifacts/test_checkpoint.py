@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import stat
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ from mxd.artifacts.checkpoint import load_layer, load_layers, save_layer
 from mxd.artifacts.folders import UnhashedWarning, find_layers
 from mxd.artifacts.listing import layers_in
 from mxd.artifacts.provenance import Provenance
+from mxd.artifacts.readme import update_cards
 from mxd.artifacts.tensors import fit_tensors
 from mxd.common.errors import MxdError
 from mxd.common.files import atomic_folder
@@ -375,6 +377,26 @@ def test_find_layers(tmp_path):
     for nothing in (tmp_path, tmp_path / "none", tmp_path / "run" / "state", a / "README.md"):
         with pytest.raises(MxdError, match="no checkpoint at"):
             find_layers(nothing)
+
+
+def test_a_language_model_beside_layers_is_none_of_them(saved):
+    """What `mxd export-model` writes has a config, weights and a README that names its own folder, too."""
+    exported = saved.parent / "exported"
+    exported.mkdir()
+    (exported / "config.json").write_text('{"model_type": "mxd_gpt2"}')
+    (exported / "model.safetensors").write_bytes(b"")
+    assert find_layers(str(saved.parent)) == [saved]
+    update_cards(saved.parent)
+    with pytest.raises(MxdError, match=r"exported' is a language model; expected a layer's folder"):
+        load_layer(exported)
+
+
+def test_layers_are_listed_by_the_numbers_in_their_names(saved):
+    names = ["block10-tc-k4", "block2-mxd-k16", "block2-mxd-k4", "block2-tc-k8"]
+    for name in names:
+        shutil.copytree(saved, saved.parent / "run" / name)
+    found = [layer.name for layer in layers_in(saved.parent / "run", "*", "it")]
+    assert found == ["block2-mxd-k4", "block2-mxd-k16", "block2-tc-k8", "block10-tc-k4"]
 
 
 def test_a_folder_that_cannot_be_looked_into_is_one_message(tmp_path):

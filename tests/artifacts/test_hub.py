@@ -626,7 +626,7 @@ def serve(hub, name, files):
 def test_somebody_elses_model_is_refused_before_its_weights_come(hub):
     serve(hub, "org/base", {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": b"gigabytes"})
     for reference in ("org/base", "org/base@main"):
-        with pytest.raises(MxdError, match="is not an mxd layer of format 2"):
+        with pytest.raises(MxdError, match="is a language model; expected a layer's folder"):
             load_layer(reference)
     assert not hub.asked("GET", "safetensors")
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import yaml
 from command import mxd
 
 from mxd import __version__
-from mxd.cli.main import NO_BARS, app
+from mxd.cli.entry import NO_BARS, app
 from mxd.cli.train import READ
 from mxd.common import progress
 from mxd.common.errors import MxdError
@@ -323,3 +325,21 @@ def test_public_functions_stay_functions_after_their_files_are_imported() -> Non
     script = "import mxd, mxd.splice; from mxd.api import train; from mxd.splice import splice\n"
     script += "assert mxd.train is train and mxd.splice is splice and callable(mxd.spliced)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
+
+
+def test_ctrl_c_is_heard_while_the_command_line_is_imported(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    entry = ModuleType("mxd.cli.entry")
+    entry.__getattr__ = interrupted  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mxd.cli.entry", entry)
+    assert mxd(capsys, "--help") == (130, "", "mxd: interrupted\n")
+
+
+def test_tokens_that_fill_no_batch_are_told(config: Path, capsys: pytest.CaptureFixture) -> None:
+    tokens = yaml.safe_load(config.read_text())["training"]["batch_tokens"]
+    _, _, err = mxd(capsys, "train", config, "--training.tokens", 2 * tokens + 1, "--training.buffer_tokens", tokens)
+    assert f"{2 * tokens:,} of {2 * tokens + 1:,} tokens, whole batches; memory on cpu" in err

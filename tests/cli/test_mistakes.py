@@ -84,7 +84,7 @@ steer done --units 0- | --units is '0-'; expected numbers and ranges such as 3,1
 steer done --units 700 | has units 0 ... 639, got 700
 rewrite done --direction up | direction: expected probe, token:WORD or unit:NUMBER, got 'up'
 # files
-train nowhere.yaml | cannot read config 'nowhere.yaml': No such file
+train nowhere.yaml | cannot read config 'nowhere.yaml': No such file or directory. `mxd init` writes one
 train c.yaml --model.source done/own | there is no folder 'done/own' here; expected a bundled name
 train c.yaml --data.source nowhere.txt | no text at 'nowhere.txt'; expected a file, a folder, or a pattern
 train c.yaml --data.source ./texts | there is no text './texts' here

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from mxd.metrics.faithful import CE_INCREASE, INTERACTION, ROUTED, SHARED
+from mxd.metrics.faithful import CE_INCREASE, INTERACTION, KL, ROUTED, SHARED
 from mxd.metrics.metric import Metric
 from mxd.report.parts import Cell, Section, Summary, measured_with_error, number
 from mxd.report.replacements import Results
@@ -42,6 +42,12 @@ def _measured(run: Run) -> tuple[Results, Results]:
 def _increase(result: Node) -> float:
     found = result.get(CE_INCREASE.key)
     return math.nan if found is None else found.number()
+
+
+def _divergence(result: Node) -> float:
+    """Return the KL divergence, which cannot fall below 0 by chance as a CE increase can; infinite if unknown."""
+    found = result.get(KL.key)
+    return math.inf if found is None else found.number()
 
 
 def _replaced(run: Run) -> Words:
@@ -122,9 +128,9 @@ def _decomposed(alone: Results, sets: Results) -> Words:
     choosing = [(r, n) for r, n in sets or alone if not r.floor]
     if not choosing:
         return [f"What routing adds: {MISSING} (mxd evaluate measures it)."]
-    replacement, result = choosing[0]
+    replacement, result = min(choosing, key=lambda pair: _divergence(pair[1]))
     several = len(choosing) > 1
-    whose = f"In the most faithful ({replacement.label}) routing" if several else "Routing"
+    whose = f"In the most faithful ({replacement.label}, by {KL.title}) routing" if several else "Routing"
     routed, interaction = (_mean(result, metric)[1] for metric in (ROUTED, INTERACTION))
     words: Words = [f"{whose} adds ", routed, " of the output's energy (0 for a dense MLP, about 1 for a transcoder)"]
     if not routed.source:

@@ -41,7 +41,7 @@ def _run(
 
 
 app.meta.help_flags = app.meta.version_flags = ()  # the commands' own
-app.meta.suppress_keyboard_interrupt = False  # ``main`` reports it
+app.meta.suppress_keyboard_interrupt = False  # ``mxd.cli.main`` reports it
 app.register_install_completion_command(help="Install completion of commands and options for this shell.")
 
 
@@ -52,10 +52,11 @@ def _end_bars() -> None:
         bar.close()
 
 
-def main() -> None:
+def run() -> None:
     """Run the command line; a user's mistake is one message and a non-zero exit code, never a traceback.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C, for ``main`` to report.
         SystemExit: with a non-zero code, after a mistake, an interruption or a failure of the disk.
     """
     from mxd.common import errors
@@ -79,8 +80,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _end_bars()
-        sys.stderr.write("mxd: interrupted\n")
-        sys.exit(130)
+        raise
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a full disk or a lost mount; files are written atomically, so nothing is damaged
