@@ -858,7 +858,8 @@ def test_push_info_evaluate_pull_by_command(hub, tmp_path, trained_gpt2, capsys)
 def test_the_endpoint_is_set_by_its_environment_variable(hub, single, tmp_path):
     """In a process of its own, as a user has it: nothing is patched."""
     script = (
-        "import sys; from mxd.cli import app; app(['push', sys.argv[1], 'org/one']); app(['pull', 'org/one', 'copy'])"
+        "import sys; from mxd.cli.entry import app; run = lambda words: app(words, result_action='return_value'); "
+        "run(['push', sys.argv[1], 'org/one']); run(['pull', 'org/one', 'copy'])"
     )
     settings = {
         "HF_ENDPOINT": hub.url,
@@ -867,8 +868,6 @@ def test_the_endpoint_is_set_by_its_environment_variable(hub, single, tmp_path):
         "HF_TOKEN": WRITER,
     }
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | settings
-    script = script.replace("app(['push'", "run = lambda words: app(words, result_action='return_value'); run(['push'")
-    script = script.replace("app(['pull'", "run(['pull'")
     done = subprocess.run(
         [sys.executable, "-c", script, single], env=environment, capture_output=True, text=True, timeout=120
     )
