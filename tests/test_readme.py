@@ -19,7 +19,7 @@ def test_the_python_example_runs(
 
     real = mxd.load_config
     overrides = [*SHORT, "--out", str(tmp_path), "--data.split", "validation", "--model.device", "cpu"]
-    monkeypatch.setattr(mxd, "load_config", lambda path: real(ROOT / path, overrides))
+    monkeypatch.setattr(mxd, "load_config", lambda path, words: real(ROOT / path, [*words, *overrides]))
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
     names: dict = {}
     exec(code, names)
