@@ -19,14 +19,13 @@ it (SmoothQuant, arXiv 2211.10438).
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from bench_step import medians
 from check_quality import held_out_activations
 from torch import Tensor
 
@@ -126,18 +125,6 @@ def parts(repeats: int) -> dict[str, float]:
         "all of it in bfloat16": lambda: _from_candidates(x, weight, bias, 32),
     }
     return medians(ways, repeats)
-
-
-def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each, run in turn; the first turn is not counted."""
-    times: dict[str, list[float]] = {part: [] for part in ways}
-    for repeat in range(repeats + 1):
-        for part, run in ways.items():
-            begin = time.perf_counter()
-            run()
-            if repeat:
-                times[part].append(time.perf_counter() - begin)
-    return {part: statistics.median(seconds) for part, seconds in times.items()}
 
 
 def main() -> None:

@@ -197,6 +197,8 @@ def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: p
             assert set(pre[row].topk(4).indices.tolist()) <= set(order[row, :count].tolist())
     assert (counts[torch.int8] >= counts[torch.bfloat16]).all() and counts[torch.int8].sum() < 16 * 300
     assert (counts[torch.bfloat16] >= 4).all() and (counts[torch.int8] > counts[torch.bfloat16]).any()
+    ones, weight = torch.ones(1, 1), torch.tensor([[1.001], [0.9985], [0.997]])  # rounded by 0.001, 0.0015, 0.0009
+    assert module.needed(ones, weight, ones @ weight.T, 1, torch.bfloat16).tolist() == [2]  # two roundings apart
 
 
 @pytest.mark.long

@@ -112,13 +112,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise MxdError(f"no checkpoint at {str(folder)!r}: expected a folder with config.json and model.safetensors.")
-    config = read_json(path)
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        if isinstance(config, dict) and "model_type" in config:
-            raise MxdError(
-                f"{str(folder)!r} is a language model; expected a layer's folder, or a run's that holds some."
-            )
-        got = config.get("format") if isinstance(config, dict) else None
+    found = read_json(path)
+    config = found if isinstance(found, dict) else {}
+    if "model_type" in config:
+        raise MxdError(f"{str(folder)!r} is a language model; expected a layer's folder, or a run's that holds some.")
+    if (got := config.get("format")) != FORMAT:
         raise MxdError(
             f"{path} is not an mxd layer of format {FORMAT} (its format is {got!r}); use the version of mxd that "
             "wrote it, or train the layer again."

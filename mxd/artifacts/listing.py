@@ -1,11 +1,11 @@
 """Which layers a local folder holds; nothing heavy is imported to say that there is none."""
 
-import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mxd.common.errors import MxdError
+from mxd.common.files import read_json
 
 
 def layers_in(folder: Path, pattern: str, shown: str) -> list[Path]:
@@ -49,9 +49,10 @@ def _matching(folder: Path, pattern: str, shown: str) -> list[Path]:
 def _is_model(config: Path) -> bool:
     """Return whether a config is that of a language model, such as `mxd export-model` writes."""
     try:
-        return "model_type" in json.loads(config.read_bytes())
-    except (ValueError, TypeError):
+        found = read_json(config)
+    except MxdError:
         return False  # a damaged layer, which is to be heard of
+    return isinstance(found, dict) and "model_type" in found
 
 
 def _numbered(layer: Path) -> list[tuple[int, str]]:

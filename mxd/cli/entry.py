@@ -34,10 +34,7 @@ def _run(
     with progress.quiet(quiet), warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        try:
-            app(words)
-        except CycloptsError as error:
-            raise mistake(error) from None
+        app(words)
 
 
 app.meta.help_flags = app.meta.version_flags = ()  # the commands' own
@@ -50,6 +47,18 @@ def _end_bars() -> None:
     bars = sys.modules.get("huggingface_hub.utils.tqdm")
     for bar in list(getattr(bars.tqdm, "_instances", ())) if bars else ():  # tqdm has no public list of them
         bar.close()
+
+
+def _obey(words: list[str]) -> None:
+    """Run the command that the words of the command line name.
+
+    Raises:
+        MxdError: words that say nothing that can be done, and as the command.
+    """
+    try:
+        app.meta(words)
+    except CycloptsError as error:
+        raise mistake(error) from None
 
 
 def run() -> None:
@@ -69,7 +78,7 @@ def run() -> None:
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1" and command not in ("train", "tune", "cache"):
             raise errors.SharedError("only `mxd train`, `tune`, `cache` run in many processes; start this one in one.")
-        app.meta(words)
+        _obey(words)
     except errors.MxdError as error:
         _end_bars()
         if not (error.shared and rank()):

@@ -37,6 +37,7 @@ train c.yaml --training.learning_rate 1 | fields here: recipe, | Did you mean 'l
 train c.yaml --replacements.0.sparsity.kk 3 | replacements.0.sparsity.kk: there is no such field; fields here: kind, k.
 train c.yaml --replacements.0.expert_bia true | replacements.0.expert_bia: | Did you mean 'expert_bias'?
 train c.yaml --replacements.1.method mxd | '1' is not one of the indices 0 ... 0
+--quiet=maybe | Invalid value for --quiet
 train c.yaml --resmue | unknown option '--resmue'. Did you mean '--resume'?
 train c.yaml --training.tokens | override --training.tokens has no value
 train c.yaml tokens 5 | expected an override like --training.tokens 100000, got 'tokens'

@@ -363,6 +363,7 @@ def test_the_command_writes_what_it_shows_and_the_page_shows_it(trained_gpt2, tm
     assert list(result["modes"]) == ["token", "whole"] and result["texts"] == 2
     half = point(result, "whole", 0.5)
     assert f"{half['ce_increase']:+.4f} ± {half['ce_increase_se']:.4f}" in out and f"{half['mass']:.1%}" in out
+    assert "whole text: 50.0%" in out and "each token: 50.0%" in out  # a row says which it is
     page, twin = write_report(tmp_path)
     assert "Fewer units" in page.read_text() and "whole text, random" in page.read_text()
     assert f"{half['random']['normalized_mse']:.4f}" in twin.read_text()

@@ -1,5 +1,7 @@
 """The page's first words: three sentences from the run's own numbers, and what is missing is said to be missing."""
 
+import math
+
 import pytest
 from full_run import evaluated, layer, replaced_whole
 
@@ -71,6 +73,8 @@ def test_where_routing_is_near_0_it_is_called_a_dense_mlp_in_disguise():
         result["kl"] = divergence  # the least increase of the loss is not the most faithful
     texts, _ = answers(run(several))
     assert texts[2].startswith("In the most faithful (MxD (x), k8, block 1, by KL) routing adds 0.70 of")
+    broken = {"x/1": splice(0.1) | {"kl": math.nan}, "y/2": splice(0.2) | {"kl": 0.5}}
+    assert answers(run(broken))[0][2].startswith("In the most faithful (MxD (y)")
     assert texts[2].endswith("; 2 of the 3 are dense MLPs in disguise (MxD (y), k8, block 1; MxD (z), k8, block 1).")
 
 

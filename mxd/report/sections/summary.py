@@ -45,9 +45,9 @@ def _increase(result: Node) -> float:
 
 
 def _divergence(result: Node) -> float:
-    """Return the KL divergence, which cannot fall below 0 by chance as a CE increase can; infinite if unknown."""
+    """Return the KL divergence, which cannot fall below 0 by chance as a CE increase can; infinite if not finite."""
     found = result.get(KL.key)
-    return math.inf if found is None else found.number()
+    return found.number() if found is not None and math.isfinite(found.number()) else math.inf
 
 
 def _replaced(run: Run) -> Words:
