@@ -89,6 +89,10 @@ class DataConfig(Settings):
     forward_tokens: Count = 4096
     """Tokens that the base model runs over at a time. On a GPU 16,384 or more take fewer launches; activations are the
     same up to rounding."""
+    autocast: Literal["auto"] | bool = "auto"
+    """Run the base model under ``torch.autocast`` while activations are recorded: its products take inputs rounded to
+    bfloat16, the residual stream stays float32. ``auto``: a float32 model of width 512 or more, on a CPU with
+    instructions for bfloat16 (docs/recipes.md says what it does to the activations)."""
 
     @model_validator(mode="after")
     def _mixes_a_cache(self) -> "DataConfig":

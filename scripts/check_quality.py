@@ -3,13 +3,14 @@
     python scripts/check_quality.py CONFIG [--set training.tokens=1048576 ...] [--seeds 3] [--json FILE] [--check]
     python scripts/check_quality.py CONFIG --paths float32 dense    # where plain operations would take too long
 
-From one stream of activations each replacement of the config is trained several times for each seed, from the same
-initial weights and on the same batches: with dense codes and dense products differentiated by autograd (`plain`), with
-the sparse operations of `mxd train` (`float32`), with `training.candidates: bfloat16`, whose rows are counted (this
-path is left out where there are too few units for it to pay), and with `training.dense: bfloat16` (`dense`; left out
-where no product of a step is large enough). The first of the paths that are asked for is what the others are compared
-with. With --check the script exits 1 if a path's mean exceeds that of the first by more than twice the first's own
-standard error over the seeds.
+From one stream of activations, recorded in float32, each replacement of the config is trained several times for each
+seed, from the same initial weights and on the same batches: with dense codes and dense products differentiated by
+autograd (`plain`), with the sparse operations of `mxd train` (`float32`), with `training.candidates: bfloat16`, whose
+rows are counted (this path is left out where there are too few units for it to pay), with `training.dense: bfloat16`
+(`dense`; left out where no product of a step is large enough), and, if asked for, with `data.autocast` (`autocast`: the
+same tokens, recorded once more). Held-out activations are float32's for all. The first of the paths that are asked for
+is what the others are compared with. With --check the script exits 1 if a path's mean exceeds that of the first by more
+than twice the first's own standard error over the seeds.
 """
 
 import argparse
@@ -50,8 +51,10 @@ PATHS: dict[str, dict[str, str]] = {
         ("float32", {}),
         ("bfloat16", {"candidates": "bfloat16"}),
         ("dense", {"dense": "bfloat16"}),
+        ("autocast", {}),
     )
 }
+DEFAULT = ["plain", "float32", "bfloat16", "dense"]
 
 
 @contextmanager
@@ -92,11 +95,14 @@ def train_all(
         for seed in range(seeds)
     }
     counts: Counts = {name: Counter() for name, _, _ in trainees}
-    stream = activation_stream(config, base)
+    streams = [
+        activation_stream(_recorded(config, autocast), base) for autocast in (False, True)[: 1 + ("autocast" in paths)]
+    ]
     with progress(f"training {len(trainees)} replacements", training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
-            batch = next(stream)
+            batches = [next(stream) for stream in streams]
             for (name, path, _), trainee in trainees.items():
+                batch = batches[path == "autocast"]
                 x, y = batch.sites[trainee.number]
                 if step == 0:
                     if training.settings.scaled:
@@ -108,6 +114,10 @@ def train_all(
                 counts[name].update(rows or {})
             advance(training.batch_tokens)
     return trainees, counts
+
+
+def _recorded(config: RunConfig, autocast: bool) -> RunConfig:
+    return config.model_copy(update={"data": config.data.model_copy(update={"autocast": autocast})})
 
 
 @torch.no_grad()
@@ -154,7 +164,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of the config to change")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=32_768, help="held-out tokens")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=DEFAULT)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -47,6 +47,12 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(found["steps"]) == 16 and found["all steps"] == sum(found["steps"].values())
     assert found["rows proposed for"] > found["rows searched anew"]
     assert found["rows proposed for"] % 4096 == 0
+    assert found["forward"] == found["forward in float32"]  # too narrow for autocast
+    monkeypatch.setattr("mxd.model.autocast.WIDE", 1)
+    monkeypatch.setattr("mxd.model.autocast.candidate_dtype", lambda device: "bfloat16")
+    found = run(monkeypatch, tmp_path, "bench_run", *words.split(), "--single", "--batch-tokens", "256")
+    assert list(found["steps"]) == ["block2-tc-k32"] and found["forward"] == found["forward under autocast"]
+    assert found["stream"] > 0 < found["text"]
 
 
 @pytest.mark.long
@@ -78,6 +84,10 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Trainee, "scale", lambda trainee, sizes: (scales.append(sizes), scale(trainee, sizes))[1])
     rows = run(monkeypatch, tmp_path, "check_quality", *words, methods, "training.recipe=scaled", "--paths", "float32")
     assert [row["path"] for row in rows["rows"]] == ["float32"] * 2 and len(plain) == 8 and len(scales) == 4
+    rows = run(monkeypatch, tmp_path, "check_quality", *words, methods, "--paths", "float32", "autocast")["rows"]
+    assert [row["path"] for row in rows] == ["float32", "autocast"] * 2
+    assert rows[0]["normalized_mse"] == pytest.approx(rows[1]["normalized_mse"], rel=1e-2)
+    assert rows[0]["normalized_mse"] != rows[1]["normalized_mse"]
 
 
 @pytest.mark.long

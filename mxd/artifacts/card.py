@@ -279,7 +279,7 @@ def _what(members: Sequence[Member]) -> list[str]:
     return [
         "## What it is",
         grid(rows),
-        f"- Base model: {'; '.join(bases)}; run in {literal(first.model_dtype)}. Splicing compares the fingerprint.\n"
+        f"- Base model: {'; '.join(bases)}; run in {literal(first.recorded_in)}. Splicing compares the fingerprint.\n"
         f"- Reads: {'; '.join(reads)}.\n"
         f"- Trained without tokens: {f'ids {masked}' if masked else 'none'}.\n"
         f"- BOS in position 0: {'its output is stored' if stored else 'nothing is stored for it'}.",

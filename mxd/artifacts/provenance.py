@@ -52,6 +52,11 @@ class Provenance(BaseModel):
     versions: dict[str, str] = {}
     """Versions of mxd, torch, transformers, safetensors."""
 
+    @property
+    def recorded_in(self) -> str:
+        """What the base model computed in while activations were recorded."""
+        return f"{self.model_dtype}, under autocast to bfloat16" if self.data.get("autocast") else self.model_dtype
+
     @classmethod
     def of(cls, model: FrozenModel, block: int, **known: Any) -> "Provenance":
         """Return the provenance of a layer for a block of a model.

@@ -114,6 +114,7 @@ def check_identity(store: Store, identity: Mapping[str, Any], expected: Mapping[
     Raises:
         MxdError: they differ; every difference is named.
     """
+    identity = {"autocast": False, **identity}  # earlier versions did not say
     titles = {"text": "its text, by the hash of its files", "model": "its base model, by the hash of all weights"}
     differences = [
         f"{titles.get(key, key)}: {identity.get(key)!r}, asked for {value!r}"

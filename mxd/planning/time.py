@@ -14,6 +14,7 @@ import torch
 from mxd.common.hardware import copy_speed, product_speed
 from mxd.config import RunConfig
 from mxd.data.exchange import RankPart
+from mxd.model.autocast import under_autocast
 from mxd.model.loading import DTYPES
 from mxd.planning.layout import ParallelLayout
 from mxd.planning.plan import Plan, Work
@@ -60,19 +61,21 @@ class Times:
         return self.base + self.steps + self.optimizer + self.exchange + self.gradients
 
 
-def measured_speeds(config: RunConfig, device: torch.device, network: float | None = None) -> Speeds:
+def measured_speeds(config: RunConfig, device: torch.device, width: int, network: float | None = None) -> Speeds:
     """Measure the device at hand, in about a second.
 
     Args:
         config: the run, which says in what dtypes products are computed.
         device: the device.
+        width: of the MLPs' inputs or outputs, the smallest.
         network: bytes a second between processes.
     """
     tf32 = config.training.tf32
     products = product_speed(device, tf32=tf32 != "off")
     exact = config.training.candidates == config.training.dense == "float32"
     rounded = products if exact else product_speed(device, torch.bfloat16)
-    dtype = DTYPES[config.model.dtype]
+    autocast = under_autocast(config.data.autocast, config.model.dtype, device, width)
+    dtype = torch.bfloat16 if autocast else DTYPES[config.model.dtype]
     base = products if dtype == torch.float32 and tf32 != "encoder" else product_speed(device, dtype)
     return Speeds(products, rounded, base, copy_speed(device), network)
 
@@ -126,7 +129,8 @@ def expected(
         network: gigabytes a second between processes.
         tokens_per_second: measured rate of one process on this config, to which the computed time is scaled.
     """
-    speeds = measured_speeds(config, plan.device, network and network * 1e9)
+    width = min(min(layer.d_in or 0, layer.d_out or 0) for _, layer in plan.replacements.values())
+    speeds = measured_speeds(config, plan.device, width, network and network * 1e9)
     tokens = config.training.batch_tokens
     if tokens_per_second is None:
         return speeds, step_times(plan, tokens, speeds)

@@ -19,7 +19,7 @@ from mxd.layers import ReplacementLayer
 from mxd.model.frozen import FrozenModel
 from mxd.training.metrics import Metrics
 from mxd.training.phases import Phase
-from mxd.training.source import BASE, excluded_ids_of, origin
+from mxd.training.source import AUTOCAST, BASE, excluded_ids_of, origin
 from mxd.training.state import RUN_FILE, Info, State, new_run, run_of, save_state
 from mxd.training.step import Trainee
 
@@ -194,7 +194,7 @@ class Saver:
             trainee.number,
             base_fingerprint=self.origin[BASE],
             excluded_ids=tuple(excluded_ids_of(config, self.base)),
-            data=config.data.model_dump(),
+            data=config.data.model_dump() | {"autocast": self.origin[AUTOCAST]},
             text_hash=cursor.text,
             below=dict(self.phase.below),
             training=training.model_dump() | {"steps": training.steps, "settings": training.settings.model_dump()},

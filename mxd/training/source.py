@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.common.errors import MxdError, typed
@@ -19,9 +19,11 @@ from mxd.data.contexts import Finite, Streamed, special_ids, token_contexts
 from mxd.data.exchange import RankPart
 from mxd.data.prefetch import ahead
 from mxd.data.reading import cache_hash, cached_batches, cached_tokens, check_cache, mixed_batches
-from mxd.data.store import Location
+from mxd.data.shards import identity_of
+from mxd.data.store import Location, open_store
 from mxd.data.text import MEMORY, documents, held_out, in_memory, text_hash
 from mxd.layers import Covariance
+from mxd.model.autocast import under_autocast
 from mxd.model.frozen import FrozenModel, Record
 from mxd.model.loading import load_frozen
 from mxd.planning.layout import blocks_of
@@ -29,10 +31,11 @@ from mxd.planning.layout import blocks_of
 ORDER = ("seed", "batch_tokens", "buffer_tokens")
 """Parts of a stream's identity that determine only its order, which a mixed cache draws anew."""
 
-BESIDE = {"cache", "mix_shards", "bos_constant", "exclude_special", "forward_tokens"}
+BESIDE = {"cache", "mix_shards", "bos_constant", "exclude_special", "forward_tokens", "autocast"}
 """Fields of ``data`` that a stream's tokens do not depend on, or that stand in its identity by another name."""
 
 BASE = "base model (hash of its settings and all its weights)"
+AUTOCAST = "base model under autocast"
 
 
 def activation_stream(
@@ -133,8 +136,40 @@ def _live(
         shares=shares,
         accept=accept,
         located=locating(contexts),
-        record=record,
+        record=record or recording(config, base),
     )
+
+
+def autocasts(config: RunConfig, base: FrozenModel) -> bool:
+    """Return whether a run's activations are recorded under autocast; those of a cache, whether they were.
+
+    Raises:
+        MxdError: it was asked for, and the base model is not in float32 or is spliced; or there is no such cache.
+    """
+    if config.data.cache is not None:
+        return bool(identity_of(open_store(config.data.cache)).get("autocast"))  # None in older caches
+    return _autocasts_live(config, base)
+
+
+def _autocasts_live(config: RunConfig, base: FrozenModel) -> bool:
+    asked = config.data.autocast
+    if config.training.inputs == "spliced":
+        if asked is True:
+            raise MxdError("data.autocast is for the base model as it is; with training.inputs: spliced leave it out.")
+        return False
+    width = min(min(base.mlp_widths(block)) for block in blocks_of(config, base))
+    return under_autocast(asked, base.dtype, base.device, width)
+
+
+def recording(config: RunConfig, base: FrozenModel) -> Record:
+    """Return what runs the base model and records its activations, under autocast where ``autocasts`` says so."""
+    enabled = _autocasts_live(config, base)
+
+    def record(ids: Int[Tensor, "batch seq"], blocks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        with torch.autocast(base.device.type, torch.bfloat16, enabled=enabled):
+            return base.record(ids, blocks)
+
+    return record
 
 
 def text_contexts(
@@ -229,6 +264,8 @@ def check_held_out(config: RunConfig, base: FrozenModel, text: Any = None) -> No
 def _cached(config: RunConfig, base: FrozenModel, start: Cursor | None, share: RankPart) -> Iterator[Batch]:
     data, training, part = config.data, config.training, (share.part, share.parts)
     identity = _identity(config, base)
+    if data.autocast == "auto":
+        del identity["autocast"]  # as the cache was written
     location = data.cache or ""
     if data.mix_shards:
         check_cache(location, {key: value for key, value in identity.items() if key not in ORDER})
@@ -337,6 +374,7 @@ def origin(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         "blocks": list(blocks_of(config, base)),
         BASE: base.base_fingerprint(),
         "dtype of the base model": base.dtype,
+        AUTOCAST: autocasts(config, base),
         "excluded tokens": excluded_ids_of(config, base),
         "activation cache (hash of its cache.json)": cache_hash(config.data.cache) if config.data.cache else None,
     }
@@ -355,6 +393,7 @@ def _identity(config: RunConfig, base: FrozenModel) -> dict[str, Any]:
         "buffer_tokens": config.training.buffer_tokens,
         "revision": base.revision,
         "model_dtype": base.dtype,
+        "autocast": _autocasts_live(config, base),
         "model": base.base_fingerprint(),
         "fingerprints": {str(number): base.fingerprint(number) for number in blocks_of(config, base)},
     }

@@ -96,7 +96,7 @@ def _excluded(layer: Layer) -> str:
 FACTS: dict[str, Callable[[Layer], str]] = {
     "base model": lambda layer: layer.provenance.model,
     "revision": lambda layer: layer.provenance.revision or "not known (a bundled or local model)",
-    "its dtype": lambda layer: layer.provenance.model_dtype,
+    "its dtype": lambda layer: layer.provenance.recorded_in,
     "text": _text,
     "tokens": lambda layer: f"{layer.provenance.tokens:,}",
     "recipe": _recipe,
