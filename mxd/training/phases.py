@@ -20,6 +20,7 @@ from mxd.model.frozen import FrozenModel, Record
 from mxd.planning.layout import ParallelLayout, Replacements, parallel_layout
 from mxd.planning.plan import Plan
 from mxd.splice import Splice, recorder
+from mxd.training.source import recording
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def at_once(
     """
     number = len(replacements)
     title = f"{doing} {number} replacement{'s' if number > 1 else ''}"
-    return Phase(config, replacements, layout, base.record, config.folder / "state", title, {}, begun)
+    return Phase(config, replacements, layout, recording(config, base), config.folder / "state", title, {}, begun)
 
 
 def finished_layer(folder: Path, config: RunConfig, base_hash: str, below: Mapping[int, str]) -> Trained | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import small, stop_after
+from runs import small, stop_after, tensors
 from torch.testing import assert_close
 
 from mxd.artifacts.checkpoint import load_layer
@@ -104,6 +104,12 @@ def test_a_layer_says_how_its_activations_were_recorded(trained_gpt2, able, tmp_
     for autocast in ("auto", False):
         folder = train(recorded(tmp_path / str(autocast), autocast), model=trained_gpt2)
         layers[autocast] = load_layer(folder / "block2-mxd-k8").provenance
+    exact, low = (tensors(tmp_path / str(autocast) / "r") for autocast in (False, "auto"))
+    assert not torch.equal(exact["block2-mxd-k8/expert_scale"], low["block2-mxd-k8/expert_scale"])
+    cache_activations(recorded(tmp_path, "auto"), tmp_path / "low", trained_gpt2)
+    train(cached(tmp_path, "low", "auto"), model=trained_gpt2)
+    from_cache = tensors(tmp_path / "r")
+    assert all(torch.equal(tensor, low[name]) for name, tensor in from_cache.items())
     assert layers["auto"].data["autocast"] is True and layers[False].data["autocast"] is False
     assert layers["auto"].recorded_in == "float32, under autocast to bfloat16"
     assert layers[False].recorded_in == "float32"
