@@ -74,8 +74,9 @@ def measured_speeds(config: RunConfig, device: torch.device, width: int, network
     products = product_speed(device, tf32=tf32 != "off")
     exact = config.training.candidates == config.training.dense == "float32"
     rounded = products if exact else product_speed(device, torch.bfloat16)
-    autocast = under_autocast(config.data.autocast, config.model.dtype, device, width)
-    dtype = torch.bfloat16 if autocast else DTYPES[config.model.dtype]
+    dtype = DTYPES[config.model.dtype]
+    if config.training.inputs == "base" and under_autocast(config.data.autocast, config.model.dtype, device, width):
+        dtype = torch.bfloat16
     base = products if dtype == torch.float32 and tf32 != "encoder" else product_speed(device, dtype)
     return Speeds(products, rounded, base, copy_speed(device), network)
 

@@ -140,3 +140,5 @@ def test_the_base_models_products_are_planned_in_bfloat16(able, tmp_path: Path, 
     monkeypatch.setattr(time, "copy_speed", lambda device: 1.0)
     found = [time.measured_speeds(recorded(tmp_path, autocast), CPU, 64).base for autocast in ("auto", False)]
     assert found == [2.0, 1.0]
+    spliced = recorded(tmp_path, "auto", training={"inputs": "spliced"})
+    assert time.measured_speeds(spliced, CPU, 64).base == 1.0
