@@ -38,6 +38,9 @@ PART = 512
 SPAN = 64
 """Entries of a list that a GPU sums one after the other; longer lists are summed in parts, side by side."""
 
+BOUNDS = 8
+"""Columns for the three parts of a bound, and to keep rows aligned for tensor cores."""
+
 LOST = 2.0**-61
 """Times the square root of a row's width: a bound on what its norm can lose to underflow of squares in float32."""
 
@@ -399,44 +402,40 @@ def _from_candidates(
     is not positive: ReLU makes all of those equal). It needs ``exact_products`` around this call.
 
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
-    and Schwarz); these norms are measured. Assumed of the device: its bfloat16 product of width d errs by at most
-    ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums of rounded or truncated float32 additions do, and is rounded or
-    truncated to bfloat16 once, at the end. A float32 sum errs by half of that; the other half more than covers the
-    rounding of the norms and of this comparison. So where the smallest candidate, plus all these errors, is no larger
-    than the k-th largest exact value, no unit is missed.
+    and Schwarz). These norms are measured, and three more columns of the product add that bound, so candidates are the
+    units with the largest *upper bounds*: a unit with a large norm, as training makes some, loosens no other's. Assumed
+    of the device: its bfloat16 product of width d errs by at most ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums of
+    rounded or truncated float32 additions do, and is rounded or truncated to bfloat16 once, at the end. A float32 sum
+    errs by half of that; the other half more than covers the rounding of the norms and of this comparison. So where the
+    smallest bound of a candidate is no larger than the k-th largest exact value, no unit is missed.
 
     Numbers below 2^-126 may be flushed to zero anywhere (bfloat16 instructions do so). A square lost in this way takes
     at most 2^-126 from a squared norm, and d of them at most 2^-63 sqrt(d) from the norm: each norm is increased by
     four times that, ``LOST sqrt(d)``. The product of two such increases alone, 2^-122 d, then covers what is flushed in
-    products and sums, at most 4 d + 4 such numbers. So rows as small as that, or all rows if the weights are that
-    small, are searched again in full.
-
-    Nothing is proven of sums that overflow.
+    products and sums, at most 4 d + 7 such numbers. So rows as small as that, or all rows if the weights are that
+    small, are searched again in full. Nothing is proven of sums that overflow.
     """
     if not candidates_pay(k, len(weight)):
         return _largest(x, weight, bias, k)
-    count, units = 2 * k + SPARE, len(weight)
+    count, (units, d) = 2 * k + SPARE, weight.shape
     # A GPU adds the bias within the product only where all of what is written lies together: so units that are never
     # chosen fill the last group of groups.
     padding = 0 if _device_type(x) == "cpu" else -units % GROUP**2
-    low_x, x_norm, x_error = _lowered(x)
-    low_weight, weight_norms, weight_errors = _lowered(weight, padding)
-    weight_norm, weight_error = weight_norms.max(), weight_errors.max()
-    low_bias = bias.to(torch.bfloat16)
+    low_x, x_norms, x_errors = _lowered(x)
+    low_weight, norms, errors = _lowered(weight, padding)
+    low_bias, sums = bias.to(torch.bfloat16), 2**-22 * (d + 2 + BOUNDS)
+    bias_errors = (bias - low_bias).abs() + sums * bias.abs()
+    up = 1 + 2**-7  # so that rounding to bfloat16 does not lower a bound
+    low_x[:, d : d + 3] = up * torch.stack([x_errors, x_norms, torch.ones_like(x_norms)], 1)
+    low_weight[:units, d : d + 3] = up * torch.stack([norms, errors + sums * norms, bias_errors], 1)
     tops, candidates = _largest(low_x, low_weight, F.pad(low_bias, (0, padding), value=-torch.inf), count)
     if padding:
         candidates.clamp_(max=units - 1)  # chosen only in rows that are not finite, of which nothing is proven
     exact = _gather_dot(x, candidates, weight).add_(bias[candidates])
     values, chosen = exact.topk(k, sorted=False)
     indices = candidates.gather(1, chosen)
-
-    # One bound for all units of a row: the largest weight norm, weight error and bias stand in for each unit's own.
-    sums = 2**-22 * (x.shape[1] + 2)
-    error = x_error * weight_norm + x_norm * (weight_error + sums * weight_norm)
-    error += (bias - low_bias).abs().max() + sums * bias.abs().max()
     last = tops.amin(1).to(x.dtype)
-    error += 2**-7 * last.abs()  # the rounding of the product to bfloat16
-    proven = last + error <= values.amin(1).relu()  # false where one is NaN
+    proven = last + 2**-7 * last.abs() <= values.amin(1).relu()  # rounded to bfloat16; false where one is NaN
     if not proven.all():
         rows = proven.logical_not().nonzero().squeeze(1)
         values[rows], indices[rows] = _largest(x[rows], weight, bias, k)
@@ -445,18 +444,18 @@ def _from_candidates(
 
 def _lowered(
     rows: Float[Tensor, "rows d"], padding: int = 0
-) -> tuple[Float[Tensor, "padded d"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Return rows in bfloat16 and zeros below; bounds on norms before and after rounding, and on the errors' norms."""
-    low = rows.new_empty(len(rows) + padding, rows.shape[1], dtype=torch.bfloat16)
-    low[len(rows) :] = 0
-    norms, errors = rows.new_empty(len(rows)), rows.new_empty(len(rows))
-    size = PART if _device_type(rows) == "cpu" else max(1, len(rows))
-    for start in range(0, len(rows), size):
+) -> tuple[Float[Tensor, "padded wider"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Return rows in bfloat16, with zeros right and below; and bounds on their norms, and on their errors' norms."""
+    (count, d), size = rows.shape, PART if _device_type(rows) == "cpu" else max(1, len(rows))
+    low = rows.new_empty(count + padding, d + BOUNDS, dtype=torch.bfloat16)
+    low[count:], low[:, d:] = 0, 0
+    norms, errors = rows.new_empty(count), rows.new_empty(count)
+    for start in range(0, count, size):
         part = slice(start, start + size)
-        low[part] = rows[part]
+        low[part, :d] = rows[part]
         torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
-        torch.linalg.vector_norm(rows[part] - low[part], dim=1, out=errors[part])
-    errors += LOST * rows.shape[1] ** 0.5
+        torch.linalg.vector_norm(rows[part] - low[part, :d], dim=1, out=errors[part])
+    errors += LOST * d**0.5
     return low, norms + errors, errors
 
 
