@@ -1,7 +1,7 @@
 """How fast does a wholly replaced model generate, beside the base model? Tokens/s of greedy continuations.
 
     python scripts/fetch_models.py
-    python scripts/bench_generate.py [--layers MxD TC STC] [--batches 1 8] [--json FILE]
+    python scripts/bench_generate.py [--layers MxD TC STC] [--batches 1 8] [--json FILE] [--check]
     python scripts/bench_generate.py --model tiny-gpt2 --new-tokens 16 --repeats 2
 
 Every MLP is replaced by a layer of random weights, sized as in a run: speed does not depend on what was learnt. Prompts
@@ -12,6 +12,7 @@ cache, and the prompt's forward is part of the time; the numbers are medians ove
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 and name what is slower than the base model")
     args = parser.parse_args()
     base = load_frozen(args.model, device=args.device)
     machine = {"device": str(base.device), "threads": torch.get_num_threads()}
@@ -103,6 +105,10 @@ def main() -> None:
     if args.json:
         found = {"machine": machine, "versions": versions(), "model": base.source, "k": args.k, "rows": rows}
         args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.check:
+        slower = [f"{row['layer']}, batch {row['batch']}: {row['ratio']:.2f}" for row in rows if row["ratio"] < 1]
+        print("\n".join(slower) or "nothing is slower than the base model")
+        sys.exit(1 if slower else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """When do candidates in low precision pay? What they cost, and what a proof of them needs: in bfloat16, and in int8.
 
-    python scripts/measure_candidates.py [--units 2304 4608] [--d 576] [--k 32] [--repeats 5] [--json FILE]
+    python scripts/measure_candidates.py [--units 2304 4608] [--d 576] [--k 32] [--repeats 5] [--json FILE] [--check]
     python scripts/measure_candidates.py --layer checkpoints/RUN/LAYER --config configs/RUN.yaml [--tokens 2048]
 
 `mxd train` forms all pre-activations in bfloat16 and proves that no unit outside of the candidates belongs among the
@@ -19,6 +19,7 @@ it (SmoothQuant, arXiv 2211.10438).
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from mxd.config import RunConfig, load_config
 from mxd.layers.gates import LinearGate
 from mxd.model.loading import load_frozen
 from mxd.ops import sparse
-from mxd.ops.sparse import SPARE, _from_candidates, _largest, _topk
+from mxd.ops.sparse import SPARE, _from_candidates, _largest, _topk, candidates_pay
 
 TILE, WIDTH, UNITS = 2048, 768, 24_576
 LARGEST = 127
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="held-out tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 where candidates are taken and do not pay")
     args = parser.parse_args()
     if (args.layer is None) != (args.config is None):
         parser.error("--layer and --config go together")
@@ -161,6 +163,11 @@ def main() -> None:
             print(f"| {row['way']} | {' | '.join(numbers)} |")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.check:
+        taken = [row for row in found["choices"] if candidates_pay(args.k, row["units"])]
+        slower = [f"{row['units']:,} units" for row in taken if row["candidates"] > row["float32"]]
+        print(f"slower than float32: {', '.join(slower)}" if slower else "candidates pay wherever they are taken")
+        sys.exit(1 if slower else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Power laws of the error, and whether a longer run lands where they say: tables, numbers and a figure.
 
-    python scripts/scaling_laws.py RUN [RUN ...] [--beyond RUN ...] [--metric KEY ...] [--json FILE] [--figure FILE]
+    python scripts/scaling_laws.py RUN [RUN ...] [--beyond RUN ... [--check]] [--metric KEY ...] [--json FILE]
+        [--figure FILE]
 
 Each run holds the `faithfulness.json` of `mxd evaluate`; layers without a fixed K are left out
 (configs/scaling-laws.yaml). For each method, laws of each metric y are fitted by least squares on log y:
@@ -22,10 +23,12 @@ residuals of log y, so 0.05 is 5%.
 
 `--json` writes a list: `method`, `metric`, `form`, `layers`, `error`, `floor`, `exponents` (name -> `value`, `low`,
 `high`) and `beyond` (a list with `run`, `tokens`, `units`, `k`, `measured`, `predicted`, `low`, `high`, `inside`).
+`--check` fails where a law does not hold: more than a tenth of what it predicts lies outside of its intervals.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -47,6 +50,9 @@ SAMPLES = 500
 METRICS = ("normalized_mse", "kl", "ce_increase")
 FEWEST = 12
 """Layers that a law needs."""
+
+HELD = 0.9
+"""Share of its predictions that are to lie within a law's intervals of 95%."""
 
 FORMS = ("power", "interaction", "floor")
 NAMES = {"tokens": "T", "units": "N", "k": "K", "width": "d"}
@@ -303,6 +309,7 @@ def main() -> None:
     parser.add_argument("--metric", nargs="+", default=METRICS, help=f"default: {' '.join(METRICS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the first metric, as .png or .svg")
+    parser.add_argument("--check", action="store_true", help="exit 1 and name the laws that --beyond does not bear out")
     args = parser.parse_args()
     try:
         fitted, beyond = ([layer for run in runs for layer in read(run)] for runs in (args.runs, args.beyond))
@@ -315,6 +322,17 @@ def main() -> None:
             write_json(file, rows)
     if args.figure:
         draw(fitted, beyond, args.metric[0], args.figure)
+    if args.check:
+        if not beyond:
+            raise SystemExit("--check needs --beyond: a law is tested by what it was not fitted to.")
+        shares = [sum(one["inside"] for one in row["beyond"]) / len(row["beyond"]) for row in rows]
+        failed = [
+            f"{row['method']}, {row['metric']}, {row['form']}: {share:.0%} inside"
+            for row, share in zip(rows, shares, strict=True)
+            if share < HELD
+        ]
+        print("\n".join(failed) or "every law holds")
+        sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """Methods beside one another, block by block and K by K: a table with paired differences, and a figure.
 
-    python scripts/study.py FILE [FILE ...] [--method MxD] [--beside STC] [--json FILE] [--figure FILE]
+    python scripts/study.py FILE [FILE ...] [--method MxD] [--beside STC] [--json FILE] [--figure FILE] [--check]
 
 Each file is what `mxd evaluate RUN` wrote: `faithfulness.json`, with layers of several blocks, methods and K, of one
 base model and measured on one text. `difference` is the CE increase of `--method` less that of `--beside` at the same
 block and K: its standard error is that of the differences of single contexts, since both are measured on the same
 ones, and so smaller than those of the two numbers. A positive difference speaks against `--method`.
 
-`--json` writes a list of rows: `block`, `k`, `methods` (name -> metrics), `difference`, `difference_se`.
+`--json` writes a list of rows: `block`, `k`, `methods` (name -> metrics), `difference`, `difference_se`. `--check`
+fails where `--method` is not below `--beside` by two standard errors, and names the blocks and K.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--beside", default="STC", help="the method that it is to be better than")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw them, as .png or .svg")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the method is not the better one")
     args = parser.parse_args()
     found = read(args.files)
     rows = [
@@ -139,6 +142,12 @@ def main() -> None:
             write_json(file, rows)
     if args.figure:
         draw(rows, names, args.figure)
+    if args.check:
+        open_ones = [row for row in rows if row["difference"] + 2 * row["difference_se"] >= 0]
+        places = ", ".join(f"block {row['block']} K = {row['k']}" for row in open_ones)
+        says = f"{args.method} is not below {args.beside} by two standard errors at {places}"
+        print(says if open_ones else f"{args.method} is below {args.beside} everywhere")
+        sys.exit(1 if open_ones else 0)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,12 @@ def test_bench_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     for row in found["rows"]:
         ratio = row["spliced_tokens_per_second"] / row["base_tokens_per_second"]
         assert row["ratio"] == pytest.approx(ratio) and row["params"] > 6 * row["units"] * 128
+    for ratio, code in ((0.5, "1"), (1.5, "0")):
+        module, row = script("bench_generate"), found["rows"][0] | {"ratio": ratio}
+        monkeypatch.setattr(module, "bench", lambda *_, row=row: row)
+        monkeypatch.setattr(sys, "argv", ["bench_generate", *words.split(), "--check"])
+        with pytest.raises(SystemExit, match=code):
+            module.main()
 
 
 @pytest.fixture(scope="module")

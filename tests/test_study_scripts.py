@@ -51,6 +51,12 @@ def test_study_pairs_contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
     assert (tmp_path / "study.png").stat().st_size > 1000
     swapped = run(monkeypatch, tmp_path, "study", str(first), "--method", "STC", "--beside", "MxD")
     assert swapped[0]["difference"] == pytest.approx(-mean)
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, tmp_path, "study", *files[:2], "--check")
+    assert "MxD is not below STC by two standard errors at block 3 K = 4, block 3 K = 8" in capsys.readouterr().out
+    clear = written(tmp_path / "c", layer("MxD", 8, [0.1, 0.2]), layer("STC", 8, [0.3, 0.4]))
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, tmp_path, "study", str(clear), "--check")
 
 
 def test_study_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,6 +143,15 @@ def test_scaling_laws_are_found_again_and_tested(monkeypatch: pytest.MonkeyPatch
     assert min(widths) > 1.03  # the scatter, which the mean's own interval would leave out
     assert sum(inside["far"]) >= 10 and not any(inside["off"])
     assert "**no**" in capsys.readouterr().out and (tmp_path / "laws.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, tmp_path, "scaling_laws", *words, "--check")
+    assert ", normalized_mse, power: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run(
+            monkeypatch, tmp_path, "scaling_laws", *runs, "--beyond", beyond[2], "--metric", "normalized_mse", "--check"
+        )
+    with pytest.raises(SystemExit, match="--check needs --beyond"):
+        run(monkeypatch, tmp_path, "scaling_laws", *runs, "--metric", "normalized_mse", "--check")
 
 
 def test_scaling_laws_find_a_floor_and_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -225,6 +240,15 @@ def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     exact, eights, balanced = found["proofs"]
     assert exact["median"] < eights["median"] and balanced["way"] == "int8, balanced"
     assert "| int8, balanced |" in capsys.readouterr().out
+    assert not [row for row in found["choices"] if module.candidates_pay(2, row["units"])]
+    monkeypatch.setattr("sys.argv", ["measure_candidates", *words, "--check"])
+    with pytest.raises(SystemExit, match="0"):  # so few units have none
+        module.main()
+    monkeypatch.setattr(module, "candidates_pay", lambda k, units: units == 256)
+    monkeypatch.setattr(module, "medians", lambda ways, repeats: {way: float(n) for n, way in enumerate(ways)})
+    with pytest.raises(SystemExit, match="1"):
+        module.main()
+    assert "slower than float32: 256 units" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["measure_candidates", *words[:-2]])
     with pytest.raises(SystemExit, match="2"):
         module.main()
