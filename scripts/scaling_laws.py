@@ -17,9 +17,9 @@ slope in the middle of them, and a pair's is how the one changes with the other.
 fitted but predicted.
 
 Intervals of 95% come from 500 bootstrap samples of the layers: of an exponent its quantiles, of a prediction those of
-the samples' predictions, each with a residual of its own sample. They know of the scatter of these layers and of
-nothing else: whether a law of this form goes on is what `--beyond` tests. `error` is the root mean square of the
-residuals of log y, so 0.05 is 5%.
+the samples' predictions, each with a residual of some layer, enlarged by the degrees of freedom of the fit. They know
+of the scatter of these layers and of nothing else: whether a law of this form goes on is what `--beyond` tests. `error`
+is the root mean square of the residuals of log y, so 0.05 is 5%.
 
 `--json` writes a list: `method`, `metric`, `form`, `layers`, `error`, `floor`, `exponents` (name -> `value`, `low`,
 `high`) and `beyond` (a list with `run`, `tokens`, `units`, `k`, `measured`, `predicted`, `low`, `high`, `inside`).
@@ -150,25 +150,26 @@ def fit(layers: Sequence[Layer], metric: str, form: str, middle: Mapping[str, fl
     return Law(terms, coefficients[:, best], middle, float(floors[best]))
 
 
-def bootstrapped(layers: Sequence[Layer], metric: str, form: str) -> Iterator[tuple[Law, Logs]]:
-    """Yield a law and its residuals for every sample of the layers; one without all terms is drawn again."""
+def bootstrapped(layers: Sequence[Layer], metric: str, form: str) -> Iterator[Law]:
+    """Yield a law for every sample of the layers; one without all terms is drawn again."""
     generator, names, middle = np.random.default_rng(0), varying(layers), center(layers)
     for _ in range(SAMPLES):
         sample: list[Layer] = []
         while varying(sample) != names:
             sample = [layers[i] for i in generator.integers(len(layers), size=len(layers))]
-        law = fit(sample, metric, form, middle)
-        yield law, np.log([layer.metrics[metric] for layer in sample]) - law.log(sample)
+        yield fit(sample, metric, form, middle)
 
 
 def described(layers: Sequence[Layer], beyond: Sequence[Layer], metric: str, form: str) -> Result:
     """Return a law of some layers, its intervals, and what it says of others."""
     law, generator = fit(layers, metric, form, center(layers)), np.random.default_rng(1)
     samples = list(bootstrapped(layers, metric, form))
-    low, high = np.quantile([sample.coefficients for sample, _ in samples], [0.025, 0.975], axis=0)
+    low, high = np.quantile([sample.coefficients for sample in samples], [0.025, 0.975], axis=0)
     found = zip(law.terms, law.coefficients[1:], low[1:], high[1:], strict=True)
     residuals = np.log([layer.metrics[metric] for layer in layers]) - law.log(layers)
-    draws = [sample.log(beyond) + generator.choice(rest, size=len(beyond)) for sample, rest in samples]
+    # A fit's residuals are smaller than the scatter, by the degrees of freedom that it takes.
+    scatter = residuals / np.sqrt(1 - len(law.coefficients) / len(layers))
+    draws = [sample.log(beyond) + generator.choice(scatter, size=len(beyond)) for sample in samples]
     ends = np.exp(np.quantile(draws, [0.025, 0.975], axis=0)) if beyond else np.empty((2, 0))
     return {
         "method": layers[0].method,
