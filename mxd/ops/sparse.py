@@ -451,7 +451,7 @@ def _lowered(
     low[count:], low[:, d:] = 0, 0
     norms, errors = rows.new_empty(count), rows.new_empty(count)
     for start in range(0, count, size):
-        part = slice(start, start + size)
+        part = slice(start, min(start + size, count))
         low[part, :d] = rows[part]
         torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
         torch.linalg.vector_norm(rows[part] - low[part, :d], dim=1, out=errors[part])

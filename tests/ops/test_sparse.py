@@ -248,6 +248,26 @@ def test_a_bound_that_is_met_is_not_rounded_below(searched):
     assert indices.tolist() == [[0]] and searched == [(torch.bfloat16, 1)]
 
 
+def test_what_sums_lose_is_part_of_the_bound(searched):
+    """Nothing is rounded here but sums in float32, to which 1 is nothing beside 2^30."""
+    x, weight, bias = torch.ones(1, 34).double(), torch.zeros(41, 34).double(), torch.zeros(41).double()
+    weight[0, 0], weight[0, 1:33], weight[0, 33] = 2.0**30, 1, -(2.0**30)
+    bias[1:] = torch.linspace(8, 16, 40).bfloat16().double()
+    assert torch.addmm(*(t.bfloat16() for t in (bias, x, weight.T)))[0, 0] < 8
+    assert (x @ weight[0]).item() == 32
+    _, indices = topk_linear(x, weight, bias, 1, "bfloat16")
+    assert indices.tolist() == [[0]]
+
+
+def test_what_lowered_rows_are_widened_by_is_zero():
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        low, _, _ = sparse._lowered(torch.ones(3, 4), 5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (low[:3, :4] == 1).all() and (low[3:] == 0).all() and (low[:, 4:] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scales", [(1e-25, 1), (1e-18, 1e-10), (1e-38, 1), (1e5, 1e-38), (1e6, 1e-40), (1, 1e-23)])
 def test_rows_too_small_for_a_proof_are_searched_anew(scales, dtype, searched):
