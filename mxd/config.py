@@ -37,6 +37,12 @@ MOST_BLOCKS = 10_000
 """Most blocks that can be named."""
 
 
+def _or_auto(value: Any) -> Any:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError(f"expected true, false or auto, got {value!r}")
+    return value
+
+
 class ModelConfig(Settings):
     """The base model."""
 
@@ -89,7 +95,7 @@ class DataConfig(Settings):
     forward_tokens: Count = 4096
     """Tokens that the base model runs over at a time. On a GPU 16,384 or more take fewer launches; activations are the
     same up to rounding."""
-    autocast: Literal["auto"] | bool = "auto"
+    autocast: Annotated[Literal["auto"] | bool, BeforeValidator(_or_auto)] = "auto"
     """Run the base model under ``torch.autocast`` while activations are recorded: its products take inputs rounded to
     bfloat16, the residual stream stays float32. ``auto``: a float32 model of width 512 or more, on a CPU with
     instructions for bfloat16 (docs/recipes.md says what it does to the activations)."""

@@ -184,6 +184,7 @@ def test_overrides(words: list[str], check) -> None:
             "sparsity.l1: .*finite",
         ),
         ({**ONE, "training": {"accumulation": "many"}}, r"training.accumulation: expected a number of parts, or auto"),
+        ({**ONE, "data": {"autocast": "maybe"}}, r"data.autocast: expected true, false or auto, got 'maybe'"),
         (
             {**ONE, "evaluation": {"toxicity": {"scorer": {"kind": "word"}}}},
             "toxicity.scorer: unknown kind 'word'.*'words'",
