@@ -18,7 +18,7 @@ def under_autocast(asked: Literal["auto"] | bool, dtype: str, device: torch.devi
         asked: ``data.autocast``. ``auto``: a float32 model, wide enough, on a CPU with instructions for bfloat16.
         dtype: the dtype that the model is in.
         device: the device that it is on.
-        width: of its MLPs' inputs or outputs, the smallest.
+        width: of its embeddings.
 
     Raises:
         MxdError: it was asked for, and the model is not in float32.

@@ -67,7 +67,7 @@ def measured_speeds(config: RunConfig, device: torch.device, width: int, network
     Args:
         config: the run, which says in what dtypes products are computed.
         device: the device.
-        width: of the MLPs' inputs or outputs, the smallest.
+        width: of the base model.
         network: bytes a second between processes.
     """
     tf32 = config.training.tf32
@@ -130,7 +130,7 @@ def expected(
         network: gigabytes a second between processes.
         tokens_per_second: measured rate of one process on this config, to which the computed time is scaled.
     """
-    width = min(min(layer.d_in or 0, layer.d_out or 0) for _, layer in plan.replacements.values())
+    width = min(layer.d_in or 0 for _, layer in plan.replacements.values())
     speeds = measured_speeds(config, plan.device, width, network and network * 1e9)
     tokens = config.training.batch_tokens
     if tokens_per_second is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -157,8 +157,8 @@ def _autocasts_live(config: RunConfig, base: FrozenModel) -> bool:
         if asked is True:
             raise MxdError("data.autocast is for the base model as it is; with training.inputs: spliced leave it out.")
         return False
-    width = min(min(base.mlp_widths(block)) for block in blocks_of(config, base))
-    return under_autocast(asked, base.dtype, base.device, width)
+    embeddings = cast(Any, base.module).get_input_embeddings()  # not ``mlp_widths``, which runs an MLP, hooks and all
+    return under_autocast(asked, base.dtype, base.device, embeddings.weight.shape[1])
 
 
 def recording(config: RunConfig, base: FrozenModel) -> Record:
