@@ -95,12 +95,10 @@ def train_all(
         for seed in range(seeds)
     }
     counts: Counts = {name: Counter() for name, _, _ in trainees}
-    streams = [
-        activation_stream(_recorded(config, autocast), base) for autocast in (False, True)[: 1 + ("autocast" in paths)]
-    ]
+    streams = {low: activation_stream(_recorded(config, low), base) for low in {path == "autocast" for path in paths}}
     with progress(f"training {len(trainees)} replacements", training.steps * training.batch_tokens) as advance:
         for step in range(training.steps):
-            batches = [next(stream) for stream in streams]
+            batches = {low: next(stream) for low, stream in streams.items()}
             for (name, path, _), trainee in trainees.items():
                 batch = batches[path == "autocast"]
                 x, y = batch.sites[trainee.number]

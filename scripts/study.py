@@ -143,11 +143,11 @@ def main() -> None:
     if args.figure:
         draw(rows, names, args.figure)
     if args.check:
-        open_ones = [row for row in rows if row["difference"] + 2 * row["difference_se"] >= 0]
-        places = ", ".join(f"block {row['block']} K = {row['k']}" for row in open_ones)
+        above = [row for row in rows if row["difference"] + 2 * row["difference_se"] >= 0]
+        places = ", ".join(f"block {row['block']} K = {row['k']}" for row in above)
         says = f"{args.method} is not below {args.beside} by two standard errors at {places}"
-        print(says if open_ones else f"{args.method} is below {args.beside} everywhere")
-        sys.exit(1 if open_ones else 0)
+        print(says if above else f"{args.method} is below {args.beside} everywhere")
+        sys.exit(1 if above else 0)
 
 
 if __name__ == "__main__":

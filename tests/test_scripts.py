@@ -49,7 +49,7 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["rows proposed for"] % 4096 == 0
     assert found["forward"] == found["forward in float32"]  # too narrow for autocast
     monkeypatch.setattr("mxd.model.autocast.WIDE", 1)
-    monkeypatch.setattr("mxd.model.autocast.candidate_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr("mxd.ops.dense.candidate_dtype", lambda device: "bfloat16")
     found = run(monkeypatch, tmp_path, "bench_run", *words.split(), "--single", "--batch-tokens", "256")
     assert list(found["steps"]) == ["block2-tc-k32"] and found["forward"] == found["forward under autocast"]
     assert found["stream"] > 0 < found["text"]

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 
 from mxd.common.errors import MxdError
-from mxd.ops import candidate_dtype
+from mxd.ops import dense_dtype
 
 WIDE = 512
 """Width of a base model from which autocast pays on a CPU."""
@@ -24,8 +24,7 @@ def under_autocast(asked: Literal["auto"] | bool, dtype: str, device: torch.devi
         MxdError: it was asked for, and the model is not in float32.
     """
     if asked == "auto":
-        rounds = device.type == "cpu" and candidate_dtype(device) == "bfloat16"
-        return rounds and dtype == "float32" and width >= WIDE
+        return dtype == "float32" and width >= WIDE and dense_dtype(device) == "bfloat16"
     if asked and dtype != "float32":
         raise MxdError(f"data.autocast is for a base model in float32, this one is in {dtype}; leave it at auto.")
     return asked

@@ -30,14 +30,14 @@ def recorded(tmp_path: Path, autocast: bool | str, **fields) -> RunConfig:
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor with instructions for bfloat16, and models of any width."""
-    monkeypatch.setattr("mxd.model.autocast.candidate_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr("mxd.ops.dense.candidate_dtype", lambda device: "bfloat16")
     monkeypatch.setattr("mxd.model.autocast.WIDE", 1)
     return monkeypatch
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_auto_is_for_wide_float32_models_on_processors_with_the_instructions(native, monkeypatch) -> None:
-    monkeypatch.setattr("mxd.model.autocast.candidate_dtype", lambda device: "bfloat16" if native else "float32")
+    monkeypatch.setattr("mxd.ops.dense.candidate_dtype", lambda device: "bfloat16" if native else "float32")
     assert under_autocast("auto", "float32", CPU, WIDE) is native
     assert not under_autocast("auto", "float32", CPU, WIDE - 1)
     assert not under_autocast("auto", "float32", torch.device("cuda"), WIDE)
