@@ -73,7 +73,7 @@ def plain_operations() -> Iterator[None]:
 
 def paths_of(layer: ReplacementConfig, tokens: int, asked: Sequence[str]) -> list[str]:
     """Return the paths that were asked for and differ for a layer."""
-    left_out = set() if candidates_pay(layer.sparsity.k, layer.num_units) else {"bfloat16"}
+    left_out = set() if candidates_pay(layer.sparsity.k, layer.num_units, layer.d_in) else {"bfloat16"}
     if not step_cost(layer, tokens, dense="bfloat16").rounded:
         left_out.add("dense")
     return [path for path in asked if path not in left_out]

@@ -4,19 +4,22 @@
     python scripts/measure_candidates.py --layer checkpoints/RUN/LAYER --config configs/RUN.yaml [--tokens 2048]
 
 `mxd train` forms all pre-activations in bfloat16 and proves that no unit outside of the candidates belongs among the
-K largest (``mxd.ops.sparse._from_candidates``), where there are enough units for each candidate
+K largest (``mxd.ops.sparse._from_candidates``), where there are enough weights for each candidate
 (``mxd.ops.sparse.WORTH``). The first table is what that is set by: the choice of the K largest of a tile of 2,048
-tokens in float32 and from candidates, in turn, on weights as they are drawn.
+tokens in float32 and from candidates, in turn, on weights as they are drawn. The second is what their number is set by
+(``mxd.ops.sparse.candidate_count``): rows of random numbers whose choice is not proven, beside those that would not
+be with 2 K + 16 candidates whatever the width.
 
-A processor with VNNI multiplies int8 faster still. The second table times the parts that candidates in int8 would
+A processor with VNNI multiplies int8 faster still. The third table times the parts that candidates in int8 would
 have at GPT-2's shape. Rounding to int8 errs by more, so the same proof (Cauchy and Schwarz, with measured norms of the
 errors) needs more candidates: all units whose pre-activation is within twice the bound of the K-th largest. With
-``--layer`` the third table says how many, on held-out activations, with one scale for each row; *balanced* first
+``--layer`` the last table says how many, on held-out activations, with one scale for each row; *balanced* first
 divides each column of the inputs by the square root of the ratio of its largest numbers, and multiplies the weights by
 it (SmoothQuant, arXiv 2211.10438).
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -35,7 +38,7 @@ from mxd.config import RunConfig, load_config
 from mxd.layers.gates import LinearGate
 from mxd.model.loading import load_frozen
 from mxd.ops import sparse
-from mxd.ops.sparse import SPARE, _from_candidates, _largest, _topk, candidates_pay
+from mxd.ops.sparse import _from_candidates, _largest, _topk, candidate_count, candidates_pay
 
 TILE, WIDTH, UNITS = 2048, 768, 24_576
 LARGEST = 127
@@ -84,16 +87,17 @@ def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for way, (inputs, rows_of, dtype) in ways.items():
         counts = needed(inputs, rows_of, pre, k, dtype).float()
-        shares = {f"proven by {n}": (counts <= n).float().mean().item() for n in (2 * k + SPARE, 4 * k, 8 * k)}
+        taken = candidate_count(k, len(weight), x.shape[1])
+        shares = {f"proven by {n}": (counts <= n).float().mean().item() for n in (taken, 4 * k, 8 * k)}
         rows.append({"way": way, "median": counts.median().item(), "99%": counts.quantile(0.99).item()} | shares)
     return rows
 
 
-def choices(units: list[int], d: int, k: int, repeats: int) -> list[dict[str, Any]]:
+def choices(units: list[int], widths: list[int], k: int, repeats: int) -> list[dict[str, Any]]:
     """Return the median seconds of the choice of the ``k`` largest of a tile, in float32 and from candidates."""
     torch.manual_seed(0)
     rows = []
-    for n in units:
+    for d, n in itertools.product(widths, units):
         x, weight, bias = torch.randn(TILE, d), torch.randn(n, d), torch.zeros(n)
         ways: dict[str, Callable[[], Any]] = {
             "float32": lambda: _largest(x, weight, bias, k),  # noqa: B023  called at once
@@ -101,7 +105,37 @@ def choices(units: list[int], d: int, k: int, repeats: int) -> list[dict[str, An
         }
         with patch.object(sparse, "WORTH", 0):  # candidates however few units there are
             found = medians(ways, repeats)
-        rows.append({"units": n, "units for each candidate": n / (2 * k + SPARE), **found})
+        each = n * d / candidate_count(k, n, d)
+        rows.append({"d": d, "units": n, "weights for each candidate": each, **found})
+    return rows
+
+
+def unproven(units: int, d: int, k: int, count: int) -> float:
+    """Return the share of a tile's rows, of random numbers, that are searched again after ``count`` candidates."""
+    torch.manual_seed(0)
+    anew, real = [], _largest
+
+    def noting(x: Tensor, *rest: Any) -> Any:
+        anew.append(len(x))
+        return real(x, *rest)
+
+    with (
+        patch.object(sparse, "WORTH", 0),
+        patch.object(sparse, "candidate_count", lambda *_: count),
+        patch.object(sparse, "_largest", noting),
+    ):
+        _from_candidates(torch.randn(TILE, d), torch.randn(units, d), torch.zeros(units), k)
+    return sum(anew[1:]) / TILE
+
+
+def counts(widths: list[int], ks: list[int]) -> list[dict[str, Any]]:
+    """Return how many candidates are taken, and the share of rows that they leave unproven, beside 2 K + 16."""
+    rows = []
+    for d, k in itertools.product(widths, ks):
+        n, flat = 8 * d, 2 * k + 16
+        taken = candidate_count(k, n, d)
+        shares = {"unproven": unproven(n, d, k, taken), "unproven by 2 K + 16": unproven(n, d, k, min(flat, n))}
+        rows.append({"d": d, "units": n, "k": k, "candidates": taken, "2 K + 16": flat} | shares)
     return rows
 
 
@@ -131,8 +165,11 @@ def parts(repeats: int) -> dict[str, float]:
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--units", type=int, nargs="+", default=[1152, 2304, 3456, 4608, 9216, 24_576])
-    parser.add_argument("--d", type=int, default=576, help="width of the inputs")
+    parser.add_argument("--units", type=int, nargs="+", default=[1152, 2304, 3456, 4608, 9216])
+    parser.add_argument("--d", type=int, nargs="+", default=[128, 576, 2048], help="widths of the inputs")
+    parser.add_argument(
+        "--proven", type=int, nargs="+", default=[576, 768, 2048, 3072, 4096], help="widths, second table"
+    )
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--layer", help="a trained layer with a linear gate and TopK")
     parser.add_argument("--config", type=Path, help="of the run that trained it")
@@ -144,13 +181,20 @@ def main() -> None:
     if (args.layer is None) != (args.config is None):
         parser.error("--layer and --config go together")
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
-    print(f"{torch.get_num_threads()} threads\n\n| units | for each candidate | float32, ms | candidates, ms | ratio |")
-    print("|---|---|---|---|---|")
+    print(f"{torch.get_num_threads()} threads\n")
+    print(
+        "| d | units | weights for each candidate | float32, ms | candidates, ms | ratio |\n|---|---|---|---|---|---|"
+    )
     found["choices"] = choices(args.units, args.d, args.k, args.repeats)
     for row in found["choices"]:
         exact, low = row["float32"], row["candidates"]
         times = f"{1000 * exact:.1f} | {1000 * low:.1f} | {low / exact:.2f}"
-        print(f"| {row['units']:,} | {row['units for each candidate']:.0f} | {times} |")
+        print(f"| {row['d']:,} | {row['units']:,} | {row['weights for each candidate']:,.0f} | {times} |")
+    print("\n| d | units | K | candidates | unproven | 2 K + 16 | unproven by them |\n|---|---|---|---|---|---|---|")
+    found["counts"] = counts(args.proven, [args.k // 4, args.k, 4 * args.k])
+    for row in found["counts"]:
+        taken = f"{row['candidates']} | {row['unproven']:.2%} | {row['2 K + 16']} | {row['unproven by 2 K + 16']:.2%}"
+        print(f"| {row['d']:,} | {row['units']:,} | {row['k']} | {taken} |")
     print("\n| part | ms |\n|---|---|")
     found["parts"] = parts(args.repeats)
     for part, value in found["parts"].items():
@@ -164,8 +208,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     if args.check:
-        taken = [row for row in found["choices"] if candidates_pay(args.k, row["units"])]
-        slower = [f"{row['units']:,} units" for row in taken if row["candidates"] > row["float32"]]
+        taken = [row for row in found["choices"] if candidates_pay(args.k, row["units"], row["d"])]
+        slower = [f"{row['units']:,} units of {row['d']}" for row in taken if row["candidates"] > row["float32"]]
         print(f"slower than float32: {', '.join(slower)}" if slower else "candidates pay wherever they are taken")
         sys.exit(1 if slower else 0)
 

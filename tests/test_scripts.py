@@ -69,6 +69,7 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,64]}}]".replace(":", ": ")
     dense, plain = reference.topk_linear, []
     monkeypatch.setattr(reference, "topk_linear", lambda *inputs: (plain.append(1), dense(*inputs))[1])
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", 10_000)  # candidates for K = 16 of 4,096 units, not for 64
     words = f"{SCRIPTS.parent}/configs/tiny.yaml --seeds 2 --held-out 256 --set {fields}".split()
     rows = run(monkeypatch, tmp_path, "check_quality", *words, methods)["rows"]
     assert [(row["replacement"][-3:], row["path"]) for row in rows] == [

@@ -230,25 +230,43 @@ def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     choose = module._from_candidates
     monkeypatch.setattr(module, "_from_candidates", lambda *inputs: (taken.append(len(inputs[1])), choose(*inputs))[1])
     file = tmp_path / "found.json"
-    words = ["--units", "64", "256", "--d", "16", "--k", "2", "--repeats", "1", "--tokens", "256", "--json", str(file)]
+    words = [
+        "--units",
+        "64",
+        "256",
+        "--d",
+        "16",
+        "--proven",
+        "16",
+        "--k",
+        "4",
+        "--repeats",
+        "1",
+        "--tokens",
+        "256",
+        "--json",
+        str(file),
+    ]
     words += ["--config", "configs/tiny.yaml", "--layer", str(folder / "block2-tc-k2")]
     monkeypatch.setattr("sys.argv", ["measure_candidates", *words])
     module.main()
     found = json.loads(file.read_text())
-    assert taken == [64, 64, 256, 256, 512, 512] and [row["units"] for row in found["choices"]] == [64, 256]
+    assert taken == [64, 64, 256, 256, *[128] * 6, 512, 512] and [row["units"] for row in found["choices"]] == [64, 256]
+    assert [(row["k"], row["2 K + 16"]) for row in found["counts"]] == [(1, 18), (4, 24), (16, 48)]
+    assert all(row["k"] <= row["candidates"] <= 64 and 0 <= row["unproven"] <= 1 for row in found["counts"])
     assert all(seconds > 0 for seconds in found["parts"].values())
     exact, eights, balanced = found["proofs"]
     assert exact["median"] < eights["median"] and balanced["way"] == "int8, balanced"
     assert "| int8, balanced |" in capsys.readouterr().out
-    assert not [row for row in found["choices"] if module.candidates_pay(2, row["units"])]
+    assert not [row for row in found["choices"] if module.candidates_pay(2, row["units"], 16)]
     monkeypatch.setattr("sys.argv", ["measure_candidates", *words, "--check"])
     with pytest.raises(SystemExit, match="0"):  # so few units have none
         module.main()
-    monkeypatch.setattr(module, "candidates_pay", lambda k, units: units == 256)
+    monkeypatch.setattr(module, "candidates_pay", lambda k, units, d: units == 256)
     monkeypatch.setattr(module, "medians", lambda ways, repeats: {way: 1.0 + n for n, way in enumerate(ways)})
     with pytest.raises(SystemExit, match="1"):
         module.main()
-    assert "slower than float32: 256 units" in capsys.readouterr().out
+    assert "slower than float32: 256 units of 16" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["measure_candidates", *words[:-2]])
     with pytest.raises(SystemExit, match="2"):
         module.main()

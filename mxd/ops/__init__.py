@@ -8,19 +8,11 @@ in plain dense PyTorch, the oracle of the tests.
 from mxd.common.hardware import exact_products
 from mxd.ops.cutoff import kth_largest
 from mxd.ops.dense import DenseDtype, add_product, dense_dtype, linear, product, rounded_products
+from mxd.ops.devices import CandidateDtype, candidate_dtype, metered_as, use_triton
 from mxd.ops.experts import bilinear, experts_into_rows, grouped_linear, rows_into_experts
 from mxd.ops.low_rank import low_rank_mixture
 from mxd.ops.nested import nested_decode
-from mxd.ops.sparse import (
-    CandidateDtype,
-    Selection,
-    candidate_dtype,
-    linear_at,
-    metered_as,
-    sparse_decode,
-    topk_linear,
-    use_triton,
-)
+from mxd.ops.sparse import Selection, linear_at, sparse_decode, topk_linear
 
 __all__ = [
     "CandidateDtype",

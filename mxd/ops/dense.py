@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxd.ops.sparse import candidate_dtype
+from mxd.ops.devices import candidate_dtype
 
 DenseDtype = Literal["float32", "bfloat16"]
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
+from mxd.ops.devices import runs_sparse
 from mxd.ops.shares import in_shares
-from mxd.ops.sparse import Selection, linear_at, runs_sparse, sparse_decode
+from mxd.ops.sparse import Selection, linear_at, sparse_decode
 
 GATHER = 40
 """Ranks whose products take about as long as gathering and adding a token's rows: a rough figure, to deal out units."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mxd.ops import reference
-from mxd.ops.sparse import _SUM, Selection, runs_sparse, starts_of, sum_by_unit
+from mxd.ops.devices import runs_sparse
+from mxd.ops.sparse import _SUM, Selection, starts_of, sum_by_unit
 
 
 def nested_decode(

@@ -3,11 +3,11 @@
 Units are rows everywhere (``weight[n]`` belongs to unit ``n``), so that a gather of K units reads K contiguous rows.
 """
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mxd.common.hardware import exact_products
 from mxd.ops import reference
-
-CandidateDtype = Literal["float32", "bfloat16"]
+from mxd.ops.devices import CandidateDtype, device_type, runs_sparse, runs_triton
 
 TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 """Tokens and bytes of a tile of pre-activations; on a CPU a tile stays in cache until its top-k is taken."""
@@ -26,11 +25,11 @@ TILES = {"cpu": (2048, 2**28), "cuda": (8192, 2**33)}
 GROUP = 4
 """Units in a group of the two-stage top-k."""
 
-SPARE = 16
-"""Candidates beyond ``2 k``: enough that the choice of almost every row can be proven, even for K = 1."""
+SPREAD, NARROW = 2.5, 180
+"""How many candidates there are: see ``candidate_count``."""
 
-WORTH = 48
-"""Low-precision candidates pay from so many units for each on; see `scripts/measure_candidates.py`."""
+WORTH = 24_000
+"""Candidates pay from so many numbers in the weight for each of them on; see `scripts/measure_candidates.py`."""
 
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
@@ -39,74 +38,41 @@ SPAN = 64
 """Entries of a list that a GPU sums one after the other; longer lists are summed in parts, side by side."""
 
 BOUNDS = 8
-"""Columns for the three parts of a bound, and to keep rows aligned for tensor cores."""
+"""Columns for the bias, for the three parts of a bound, and to keep rows aligned for tensor cores."""
 
 LOST = 2.0**-61
 """Times the square root of a row's width: a bound on what its norm can lose to underflow of squares in float32."""
 
-DEVICES = ("cpu", "cuda")
-"""Devices that run the sparse operations; any other (MPS, say) runs the dense reference."""
-
 _SUM = 0  # embedding_bag's code for mode="sum"
 
-
-@dataclass
-class _Settings:
-    """All that the operations depend on besides their arguments."""
-
-    triton: bool = False
-    """Whether CUDA tensors go through the kernels of ``mxd.ops.kernels``."""
-    meta_device: str = "cpu"
-    """The device that tensors on the meta device stand for."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-_settings = _Settings()
+def candidate_count(k: int, units: int, d: int) -> int:
+    """Return how many candidates prove the choice of all but one in a thousand rows of random numbers.
 
+    Those that rounding may lift above the k-th largest: a bound on it is ``sqrt(d)`` times a share of what tells the
+    pre-activations apart, and the k-th of ``units`` normal numbers is near ``sqrt(2 ln(units / k))``, where numbers
+    become rarer as the exponential of minus their product. The two constants are read off `measure_candidates.py`.
 
-def candidate_dtype(device: torch.device, asked: Literal["auto"] | CandidateDtype = "auto") -> CandidateDtype:
-    """Return what was asked for; for ``auto``, ``bfloat16`` where the device has native instructions for it."""
-    if asked != "auto":
-        return asked
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # there is no public function for it
-    return "bfloat16" if device.type == "cpu" and supported() else "float32"
-
-
-def candidates_pay(k: int, units: int) -> bool:
-    """Return whether there are enough units for bfloat16 candidates to pay; if not, they are never used."""
-    return (2 * k + SPARE) * WORTH <= units
-
-
-def use_triton(on: bool) -> None:
-    """Send CUDA tensors through the Triton kernels of ``mxd.ops.kernels``, or (the default) through PyTorch's own.
-
-    Both give the same up to rounding; `scripts/bench_gpu.py` times them. Off by default: no GPU has timed them yet.
+    Args:
+        k: how many units are chosen.
+        units: of how many.
+        d: width of the inputs.
     """
-    _settings.triton = on
+    lifted = math.exp(math.sqrt(d * math.log(max(units / k, 1))) / NARROW)
+    return min(math.ceil((k + SPREAD * math.sqrt(k)) * lifted), units)
 
 
-@contextmanager
-def metered_as(device: str) -> Iterator[None]:
-    """Inside the ``with`` block, do with tensors on the meta device what would be done on ``device``."""
-    before, _settings.meta_device = _settings.meta_device, device
-    try:
-        yield
-    finally:
-        _settings.meta_device = before
+def candidates_pay(k: int, units: int, d: int) -> bool:
+    """Return whether there are enough weights for bfloat16 candidates to pay; if not, they are never used.
 
-
-def _triton(tensor: Any) -> bool:
-    return _settings.triton and tensor.is_cuda
-
-
-def _device_type(tensor: Tensor) -> str:
-    return _settings.meta_device if tensor.is_meta else tensor.device.type
-
-
-def runs_sparse(tensor: Tensor) -> bool:
-    """Return whether the device of a tensor runs the sparse operations; on the meta device, the one it stands for."""
-    return _device_type(tensor) in DEVICES
+    Args:
+        k: how many units are chosen.
+        units: of how many.
+        d: width of the inputs.
+    """
+    return candidate_count(k, units, d) * WORTH <= units * d
 
 
 @dataclass(frozen=True)
@@ -172,7 +138,7 @@ class Selection:
 
 def starts_of(numbers: Int[Tensor, " entries"], count: int) -> Int[Tensor, " count_and_one"]:
     """Return where each of the numbers 0 ... ``count - 1`` begins in a sorted list of them, and the list's length."""
-    if _device_type(numbers) == "cpu":
+    if device_type(numbers) == "cpu":
         starts = torch.zeros(count + 1, dtype=torch.int64, device=numbers.device)
         torch.cumsum(torch.bincount(numbers, minlength=count), 0, out=starts[1:])
         return starts
@@ -198,11 +164,11 @@ def topk_linear(
         bias: one number per unit.
         k: how many units to keep, ``1 <= k <= units``.
         candidates: ``float32`` computes all pre-activations in ``x``'s dtype. ``bfloat16`` computes them all in
-            bfloat16, where that pays, and the ``2 k + 16`` largest again in ``x``'s dtype, of which the ``k`` largest
-            are returned; rows where some other unit might be larger are searched again in full. So values and units
-            are those of float32 (or float64) up to the rounding of its sums, also where TF32 is allowed:
-            ``_from_candidates`` says what is proven, and what is assumed of the device. A 16-bit ``x`` needs no
-            candidates and has none.
+            bfloat16, where that pays, and the largest of them (``candidate_count``) again in ``x``'s dtype, of which
+            the ``k`` largest are returned; rows where some other unit might be larger are searched again in full. So
+            values and units are those of float32 (or float64) up to the rounding of its sums, also where TF32 is
+            allowed: ``_from_candidates`` says what is proven, and what is assumed of the device. A 16-bit ``x`` needs
+            no candidates and has none.
         selection: a new one, to be passed on to the ``sparse_decode`` of what is returned.
     """
     if not runs_sparse(x):
@@ -252,7 +218,7 @@ def _gather_sum(
     values: Float[Tensor, "tokens k"], indices: Int[Tensor, "tokens k"], weight: Float[Tensor, "units d"]
 ) -> Float[Tensor, "tokens d"]:
     """Sum ``values[:, k] * weight[indices[:, k]]`` over k."""
-    if _triton(weight):
+    if runs_triton(weight):
         from mxd.ops import kernels
 
         return kernels.gather_sum(values, indices, weight)
@@ -272,14 +238,14 @@ def _gather_dot(
     Unit by unit, so that each row of the large weight is read once and those of ``grad`` stay in cache; but on a GPU
     token by token where nothing else needs the indices sorted.
     """
-    if _triton(weight):
+    if runs_triton(weight):
         from mxd.ops import kernels
 
         return kernels.gather_dot(grad, indices, weight)
     if indices.numel() == 0:
         return weight.new_zeros(indices.shape)
     dots_of = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    if selection is None and _device_type(weight) != "cpu":
+    if selection is None and device_type(weight) != "cpu":
         starts = torch.arange(0, indices.numel(), indices.shape[1], device=indices.device)
         tokens = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices).reshape(-1)
         return dots_of(grad.contiguous(), weight, indices.reshape(-1), starts, tokens, _SUM).view(indices.shape)
@@ -318,7 +284,7 @@ def sum_by_unit(
     """
     if sources.numel() == 0:
         return rows.new_zeros(len(plan.starts) - 1, rows.shape[1])
-    if _device_type(rows) == "cpu":
+    if device_type(rows) == "cpu":
         return _sum_lists(values, rows, plan.order, plan.starts, sources)
     begins, firsts = plan.spans
     parts = _sum_lists(values, rows, plan.order, begins, sources)
@@ -334,7 +300,7 @@ def _sum_lists(
     tokens: Int[Tensor, " entries"],
 ) -> Float[Tensor, "lists d"]:
     """Return the sum of ``values.flatten()[order[i]] * rows[tokens[i]]`` over each list's entries i."""
-    if _triton(rows):
+    if runs_triton(rows):
         from mxd.ops import kernels
 
         return kernels.sum_lists(values, rows, order, starts, tokens)
@@ -354,20 +320,36 @@ def _topk(
     """
     groups = pre.shape[1] // GROUP
     if groups <= 2 * k or pre.shape[1] % GROUP:
-        return pre.topk(k, sorted=False)
+        return _topk_of(pre, k)
     _, best_groups = _topk(pre.unflatten(1, (GROUP, groups)).amax(1), k)
     offsets = torch.arange(0, pre.shape[1], groups, device=pre.device).view(-1, 1)
     members = (best_groups.unsqueeze(1) + offsets).flatten(1)
-    values, chosen = pre.gather(1, members).topk(k, sorted=False)
+    values, chosen = _topk_of(pre.gather(1, members), k)
     return values, members.gather(1, chosen)
 
 
-def _largest(
-    x: Float[Tensor, "tokens d_in"], weight: Float[Tensor, "units d_in"], bias: Float[Tensor, " units"], k: int
+def _topk_of(
+    numbers: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
-    """Return the ``k`` largest of ``x weight^T + bias`` of each row, with their indices, tile by tile."""
+    """Return the ``k`` largest of each row and their columns; NaN is as large as infinity.
+
+    On a CPU by integers in the same order (the other bits of a negative number are turned over): each comparison of
+    two floats asks whether they are NaN, which takes a third of the time.
+    """
+    if device_type(numbers) != "cpu":
+        return numbers.topk(k, sorted=False)
+    bits = 8 * numbers.element_size() - 1
+    keys = numbers.nan_to_num(torch.inf, torch.inf, -torch.inf).view(_INTEGERS[numbers.element_size()])
+    chosen = (keys ^ ((keys >> bits) & 2**bits - 1)).topk(k, sorted=False).indices
+    return numbers.gather(1, chosen), chosen
+
+
+def _largest(
+    x: Float[Tensor, "tokens d_in"], weight: Float[Tensor, "units d_in"], bias: Float[Tensor, " units"] | None, k: int
+) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
+    """Return the ``k`` largest of ``x weight^T (+ bias)`` of each row, with their indices, tile by tile."""
     units = len(weight)
-    rows, size = TILES[_device_type(x)]
+    rows, size = TILES[device_type(x)]
     # The fewest tiles of equal width whose size stays below the limit; widths are whole numbers of groups of groups,
     # so that _topk can group twice.
     tiles = -(-units * rows * x.element_size() // size)
@@ -381,12 +363,15 @@ def _largest(
             tile = weight[first : first + width]
             pre = buffer[: len(part), : -(-len(tile) // GROUP**2) * GROUP**2]
             pre[:, len(tile) :] = -torch.inf  # padding of the last tile, never chosen
-            torch.addmm(bias[first : first + width], part, tile.T, out=pre[:, : len(tile)])
+            if bias is None:
+                torch.mm(part, tile.T, out=pre[:, : len(tile)])
+            else:
+                torch.addmm(bias[first : first + width], part, tile.T, out=pre[:, : len(tile)])
             tops, columns = _topk(pre, min(k, len(tile)))
-            best.append((tops, columns + first))
+            best.append((tops, columns.add_(first).clamp_(max=units - 1)))  # padding, where all are minus infinity
         tops, chosen_units = (torch.cat(pieces, 1) for pieces in zip(*best, strict=True))
         if len(best) > 1:
-            tops, chosen = tops.topk(k, sorted=False)
+            tops, chosen = _topk_of(tops, k)
             chosen_units = chosen_units.gather(1, chosen)
         values[start : start + rows], indices[start : start + rows] = tops, chosen_units
     return values, indices
@@ -402,37 +387,31 @@ def _from_candidates(
     is not positive: ReLU makes all of those equal). It needs ``exact_products`` around this call.
 
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
-    and Schwarz). These norms are measured, and three more columns of the product add that bound, so candidates are the
-    units with the largest *upper bounds*: a unit with a large norm, as training makes some, loosens no other's. Assumed
-    of the device: its bfloat16 product of width d errs by at most ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums of
-    rounded or truncated float32 additions do, and is rounded or truncated to bfloat16 once, at the end. A float32 sum
-    errs by half of that; the other half more than covers the rounding of the norms and of this comparison. So where the
-    smallest bound of a candidate is no larger than the k-th largest exact value, no unit is missed.
+    and Schwarz). These norms are measured, and four more columns of the product add b' and that bound, so candidates
+    are the units with the largest *upper bounds*: a unit with a large norm, as training makes some, loosens no other's.
+    Assumed of the device: its bfloat16 product of width d errs by at most ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums
+    of rounded or truncated float32 additions do, and is rounded or truncated to bfloat16 once, at the end. A float32
+    sum errs by half of that; the other half more than covers the rounding of the norms and of this comparison. So where
+    the smallest bound of a candidate is no larger than the k-th largest exact value, no unit is missed.
 
     Numbers below 2^-126 may be flushed to zero anywhere (bfloat16 instructions do so). A square lost in this way takes
     at most 2^-126 from a squared norm, and d of them at most 2^-63 sqrt(d) from the norm: each norm is increased by
     four times that, ``LOST sqrt(d)``. The product of two such increases alone, 2^-122 d, then covers what is flushed in
-    products and sums, at most 4 d + 7 such numbers. So rows as small as that, or all rows if the weights are that
+    products and sums, at most 4 d + 8 such numbers. So rows as small as that, or all rows if the weights are that
     small, are searched again in full. Nothing is proven of sums that overflow.
     """
-    if not candidates_pay(k, len(weight)):
+    units, d = weight.shape
+    if not candidates_pay(k, units, d):
         return _largest(x, weight, bias, k)
-    count, (units, d) = 2 * k + SPARE, weight.shape
-    # A GPU adds the bias within the product only where all of what is written lies together: so units that are never
-    # chosen fill the last group of groups.
-    padding = 0 if _device_type(x) == "cpu" else -units % GROUP**2
-    low_x, x_norms, x_errors = _lowered(x)
-    low_weight, norms, errors = _lowered(weight, padding)
+    (low_x, x_norms, x_errors), (low_weight, norms, errors) = _lowered(x), _lowered(weight)
     low_bias, sums = bias.to(torch.bfloat16), 2**-22 * (d + 2 + BOUNDS)
     bias_errors = (bias - low_bias).abs() + sums * bias.abs()
-    up = 1 + 2**-7  # so that rounding to bfloat16 does not lower a bound
-    low_x[:, d : d + 3] = up * torch.stack([x_errors, x_norms, torch.ones_like(x_norms)], 1)
-    low_weight[:units, d : d + 3] = up * torch.stack([norms, errors + sums * norms, bias_errors], 1)
-    tops, candidates = _largest(low_x, low_weight, F.pad(low_bias, (0, padding), value=-torch.inf), count)
-    if padding:
-        candidates.clamp_(max=units - 1)  # chosen only in rows that are not finite, of which nothing is proven
+    up, one = 1 + 2**-7, torch.ones_like(x_norms)  # so that rounding both factors to bfloat16 does not lower a bound
+    low_x[:, d : d + 4] = torch.stack([x_errors, x_norms, one, one], 1)
+    low_weight[:, d : d + 4] = torch.stack([up * norms, up * (errors + sums * norms), up * bias_errors, low_bias], 1)
+    tops, candidates = _largest(low_x, low_weight, None, candidate_count(k, units, d))
     exact = _gather_dot(x, candidates, weight).add_(bias[candidates])
-    values, chosen = exact.topk(k, sorted=False)
+    values, chosen = _topk_of(exact, k)
     indices = candidates.gather(1, chosen)
     last = tops.amin(1).to(x.dtype)
     proven = last + 2**-7 * last.abs() <= values.amin(1).relu()  # rounded to bfloat16; false where one is NaN
@@ -443,15 +422,15 @@ def _from_candidates(
 
 
 def _lowered(
-    rows: Float[Tensor, "rows d"], padding: int = 0
-) -> tuple[Float[Tensor, "padded wider"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Return rows in bfloat16, with zeros right and below; and bounds on their norms, and on their errors' norms."""
-    (count, d), size = rows.shape, PART if _device_type(rows) == "cpu" else max(1, len(rows))
-    low = rows.new_empty(count + padding, d + BOUNDS, dtype=torch.bfloat16)
-    low[count:], low[:, d:] = 0, 0
+    rows: Float[Tensor, "rows d"],
+) -> tuple[Float[Tensor, "rows wider"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Return rows in bfloat16, with zeros at their right; and bounds on their norms, and on their errors' norms."""
+    (count, d), size = rows.shape, PART if device_type(rows) == "cpu" else max(1, len(rows))
+    low = rows.new_empty(count, d + BOUNDS, dtype=torch.bfloat16)
+    low[:, d:] = 0
     norms, errors = rows.new_empty(count), rows.new_empty(count)
     for start in range(0, count, size):
-        part = slice(start, min(start + size, count))
+        part = slice(start, start + size)
         low[part, :d] = rows[part]
         torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
         torch.linalg.vector_norm(rows[part] - low[part, :d], dim=1, out=errors[part])

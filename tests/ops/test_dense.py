@@ -8,7 +8,7 @@ from mxd.layers import parse_layer
 from mxd.layers.config import MLPShape
 from mxd.layers.encoder import DenseEncoder
 from mxd.ops import add_product, dense, dense_dtype, linear, product, rounded_products
-from mxd.ops.sparse import candidate_dtype
+from mxd.ops.devices import candidate_dtype
 
 ROWS, INNER, COLUMNS = 320, 1024, 1280
 

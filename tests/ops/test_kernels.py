@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mxd.ops import reference, sparse
+from mxd.ops import devices, reference, sparse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # tokens, k, units, d
@@ -162,8 +162,8 @@ def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch)
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
     expected, used = run(), set()
-    monkeypatch.setattr(sparse, "_triton", lambda tensor: True)
-    monkeypatch.setattr(sparse, "_device_type", lambda tensor: "cuda")
+    monkeypatch.setattr(sparse, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(sparse, "device_type", lambda tensor: "cuda")
     monkeypatch.setattr(sparse, "SPAN", 4)
     for name in ("gather_sum", "gather_dot", "sum_lists"):
         own = getattr(kernels, name)
@@ -175,11 +175,11 @@ def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch)
 def test_the_kernels_are_for_cuda_and_used_only_when_switched_on():
     try:
         for on in (False, True):
-            sparse.use_triton(on)
-            assert not sparse._triton(torch.zeros(1))
-            assert sparse._triton(SimpleNamespace(is_cuda=True)) == on
+            devices.use_triton(on)
+            assert not devices.runs_triton(torch.zeros(1))
+            assert devices.runs_triton(SimpleNamespace(is_cuda=True)) == on
     finally:
-        sparse.use_triton(False)
+        devices.use_triton(False)
 
 
 COMPILE = """

@@ -154,6 +154,21 @@ def test_two_stages_find_the_largest_wherever_they_are():
     assert all(len(set(row)) == 3 for row in indices.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_are_chosen_in_their_order(dtype):
+    """Also below zero, where an integer's order is the other way round; infinity is above all, and so is NaN."""
+    numbers = torch.linspace(-3, 3, 40, dtype=dtype)[torch.randperm(40)].repeat(4, 1)
+    numbers[1] = -numbers[1].abs() - 1
+    numbers[2, 5], numbers[2, 6] = torch.inf, -torch.inf
+    numbers[3, 7], numbers[3, 8] = torch.nan, -torch.nan
+    values, chosen = sparse._topk_of(numbers, 4)
+    assert torch.equal(values.sort().values[:3], numbers[:3].topk(4).values.flip(1))
+    assert torch.equal(values.nan_to_num(9), numbers.gather(1, chosen).nan_to_num(9))
+    assert set(chosen[3].tolist()) >= {7, 8} and all(len(set(row)) == 4 for row in chosen.tolist())
+    _, chosen = sparse._topk_of(torch.tensor([[-torch.inf, -9, -torch.finfo(dtype).max]], dtype=dtype), 2)
+    assert set(chosen[0].tolist()) == {1, 2}
+
+
 def bfloat16_case(kind, tokens=256, d=64, units=4096):
     x, weight, bias = topk_inputs(tokens, d, units, torch.float32)
     if kind == "clustered":  # all units nearly alike, so that bfloat16 cannot order them
@@ -248,6 +263,18 @@ def test_a_bound_that_is_met_is_not_rounded_below(searched):
     assert indices.tolist() == [[0]] and searched == [(torch.bfloat16, 1)]
 
 
+def test_a_bound_that_a_bias_takes_away_again_is_not_rounded_below(searched):
+    """What is left of unit 0 is less than what bfloat16 would take from the two norms whose product is its bound."""
+    x, weight, bias = torch.tensor([[1.00158, 0.99842]]), torch.zeros(41, 2), torch.zeros(41)
+    weight[0] = torch.tensor([1.5078125, -1.5078125])
+    bias[0] = -(x @ weight.T)[0, 0].bfloat16().float()
+    left = torch.addmm(bias, x, weight.T)[0, 0]
+    bias[1:] = torch.linspace(0.2, 0.9, 40).mul(left).bfloat16().float()
+    _, indices = topk_linear(x, weight, bias, 1, "bfloat16")
+    assert (x.bfloat16() == 1).all() and 0 < bias[1:].max() < left < 1e-3 * -bias[0]
+    assert indices.tolist() == [[0]]
+
+
 def test_what_sums_lose_is_part_of_the_bound(searched):
     """Nothing is rounded here but sums in float32, to which 1 is nothing beside 2^30."""
     x, weight, bias = torch.ones(1, 34).double(), torch.zeros(41, 34).double(), torch.zeros(41).double()
@@ -262,10 +289,30 @@ def test_what_sums_lose_is_part_of_the_bound(searched):
 def test_what_lowered_rows_are_widened_by_is_zero():
     torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
     try:
-        low, _, _ = sparse._lowered(torch.ones(3, 4), 5)
+        low, _, _ = sparse._lowered(torch.ones(3, 4))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (low[:3, :4] == 1).all() and (low[3:] == 0).all() and (low[:, 4:] == 0).all()
+    assert (low[:, :4] == 1).all() and (low[:, 4:] == 0).all()
+
+
+@pytest.mark.parametrize(("d", "units", "k"), [(64, 4096, 1), (576, 4608, 32), (768, 6144, 8), (2048, 4096, 32)])
+def test_there_are_candidates_enough_for_random_numbers_and_no_more(d, units, k, searched, monkeypatch):
+    """So many prove nearly every row; two thirds of what is there beyond K leave rows to be searched again."""
+    x, weight, bias = bfloat16_case("normal", 512, d, units)
+    count, shares = sparse.candidate_count(k, units, d), []
+    assert k < count < units
+    for fewer in (count, k + 2 * (count - k) // 3):
+        monkeypatch.setattr(sparse, "candidate_count", lambda *_, fewer=fewer: fewer)
+        searched.clear()
+        topk_linear(x, weight, bias, k, "bfloat16")
+        shares.append(sum(rows for dtype, rows in searched if dtype == torch.float32) / 512)
+    assert shares[0] < 0.01 and shares[0] < shares[1]
+
+
+def test_candidates_are_no_fewer_than_are_chosen_and_no_more_than_there_are():
+    assert [sparse.candidate_count(k, 40, 4096) for k in (1, 30, 40)] == [7, 40, 40]
+    counts = [sparse.candidate_count(32, 8 * d, d) for d in (16, 256, 576, 4096)]
+    assert counts == sorted(set(counts)) and counts[0] > 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -287,7 +334,7 @@ def test_rows_too_small_for_a_proof_are_searched_anew(scales, dtype, searched):
 def test_a_bias_of_ordinary_size_is_proof_enough_for_small_rows(searched):
     """What vanishes is then below everything that tells units apart."""
     x, weight, _ = bfloat16_case("normal", units=500)
-    bias = torch.linspace(1, 2, 500)
+    bias = torch.linspace(1, 8, 500)
     _, indices = topk_linear(1e-25 * x, weight, bias, 4, "bfloat16")
     assert indices.sort().values.tolist() == [[496, 497, 498, 499]] * 256
     assert searched == [(torch.bfloat16, 256)]
@@ -382,9 +429,9 @@ def test_rows_without_positive_units_need_no_proof(searched):
 
 
 def test_proposals_are_made_where_they_pay_only(searched, monkeypatch):
-    monkeypatch.setattr(sparse, "WORTH", 64)
-    x, weight, bias = bfloat16_case("normal", tokens=3, units=2048)
-    for k, dtype in ((8, torch.bfloat16), (9, torch.float32)):  # 2 x 8 + 16 = 2,048 / 64
+    x, weight, bias = bfloat16_case("normal", tokens=3, d=64, units=2048)
+    monkeypatch.setattr(sparse, "WORTH", 2048 * 64 // sparse.candidate_count(8, 2048, 64))
+    for k, dtype in ((8, torch.bfloat16), (9, torch.float32)):
         topk_linear(x, weight, bias, k, "bfloat16")
         assert searched.pop()[0] == dtype
 
@@ -600,7 +647,7 @@ def test_other_devices_fall_back_on_the_dense_reference(monkeypatch, candidates)
         return out, torch.autograd.grad(out.square().sum(), (x, weight, bias, decoder))
 
     expected, gradients = run()
-    monkeypatch.setattr("mxd.ops.sparse.DEVICES", ())
+    monkeypatch.setattr("mxd.ops.devices.DEVICES", ())
     for name in ("_TopKLinear", "_SparseDecode"):
         monkeypatch.delattr(f"mxd.ops.sparse.{name}")
     out, found = run()

@@ -119,7 +119,7 @@ def test_on_a_device_without_sparse_operations_a_step_is_planned_as_dense_ones(f
     cpu, cuda = sparse
     assert cpu <= cuda <= 1.1 * cpu  # spans of lists are summed once more on a GPU
     assert bool(cpu) == (fields["sparsity"]["kind"] != "relu_l1")
-    monkeypatch.setattr("mxd.ops.sparse.DEVICES", ())
+    monkeypatch.setattr("mxd.ops.devices.DEVICES", ())
     here = meter(lambda: step("cpu"))
     assert there.flops == here.flops > 0 == there.sparse
     assert there.peak == pytest.approx(here.peak, rel=0.02)

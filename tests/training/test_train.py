@@ -30,7 +30,7 @@ from mxd.layers.sparsity import RandomKConfig, TopKConfig
 from mxd.layers.transcoder import TranscoderConfig
 from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
-from mxd.ops import dense_dtype
+from mxd.ops import candidate_dtype, dense_dtype
 from mxd.planning.layout import plan_layers
 from mxd.training.step import learning_rate, new_trainee, train_step
 from mxd.training.trainer import train
@@ -466,7 +466,7 @@ def test_bfloat16_proposals_are_for_training_alone(kind: str, monkeypatch: pytes
     monkeypatch.setattr(ops, "_from_candidates", lambda *inputs: (used.append(1), real(*inputs))[1])
     for candidates in ("float32", "bfloat16", "auto"):
         trainee = new_trainee("j", 0, config, 0, torch.device("cpu"), TrainingConfig(candidates=candidates))
-        asked = ops.candidate_dtype(torch.device("cpu")) if candidates == "auto" else candidates
+        asked = candidate_dtype(torch.device("cpu")) if candidates == "auto" else candidates
         for training in (True, False, True):
             trainee.layer.train(training)(torch.randn(5, 6))
             assert bool(used) is (training and asked == "bfloat16")
