@@ -4,7 +4,7 @@
     python scripts/measure_candidates.py --layer checkpoints/RUN/LAYER --config configs/RUN.yaml [--tokens 2048]
 
 `mxd train` forms all pre-activations in bfloat16 and proves that no unit outside of the candidates belongs among the
-K largest (``mxd.ops.sparse._from_candidates``), where there are enough weights for each candidate
+K largest (``mxd.ops.sparse._from_candidates``), where there are enough units for each candidate
 (``mxd.ops.sparse.WORTH``). The first table is what that is set by: the choice of the K largest of a tile of 2,048
 tokens in float32 and from candidates, in turn, on weights as they are drawn. The second is what their number is set by
 (``mxd.ops.sparse.candidate_count``): rows of random numbers whose choice is not proven, beside those that would not
@@ -103,10 +103,9 @@ def choices(units: list[int], widths: list[int], k: int, repeats: int) -> list[d
             "float32": lambda: _largest(x, weight, bias, k),  # noqa: B023  called at once
             "candidates": lambda: _from_candidates(x, weight, bias, k),  # noqa: B023
         }
-        with patch.object(sparse, "WORTH", 0):  # candidates however few units there are
+        with patch.object(sparse, "WORTH", (0, 0)):  # candidates however few units there are
             found = medians(ways, repeats)
-        each = n * d / candidate_count(k, n, d)
-        rows.append({"d": d, "units": n, "weights for each candidate": each, **found})
+        rows.append({"d": d, "units": n, "units for each candidate": n / candidate_count(k, n, d), **found})
     return rows
 
 
@@ -120,7 +119,7 @@ def unproven(units: int, d: int, k: int, count: int) -> float:
         return real(x, *rest)
 
     with (
-        patch.object(sparse, "WORTH", 0),
+        patch.object(sparse, "WORTH", (0, 0)),
         patch.object(sparse, "candidate_count", lambda *_: count),
         patch.object(sparse, "_largest", noting),
     ):
@@ -182,14 +181,12 @@ def main() -> None:
         parser.error("--layer and --config go together")
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     print(f"{torch.get_num_threads()} threads\n")
-    print(
-        "| d | units | weights for each candidate | float32, ms | candidates, ms | ratio |\n|---|---|---|---|---|---|"
-    )
+    print("| d | units | units for each candidate | float32, ms | candidates, ms | ratio |\n|---|---|---|---|---|---|")
     found["choices"] = choices(args.units, args.d, args.k, args.repeats)
     for row in found["choices"]:
         exact, low = row["float32"], row["candidates"]
         times = f"{1000 * exact:.1f} | {1000 * low:.1f} | {low / exact:.2f}"
-        print(f"| {row['d']:,} | {row['units']:,} | {row['weights for each candidate']:,.0f} | {times} |")
+        print(f"| {row['d']:,} | {row['units']:,} | {row['units for each candidate']:.0f} | {times} |")
     print("\n| d | units | K | candidates | unproven | 2 K + 16 | unproven by them |\n|---|---|---|---|---|---|---|")
     found["counts"] = counts(args.proven, [args.k // 4, args.k, 4 * args.k])
     for row in found["counts"]:

@@ -168,7 +168,7 @@ def test_a_gpu_sums_long_lists_in_spans(tokens, k, units, span, gpu, monkeypatch
 def test_a_gpu_dots_candidates_unsorted(units, gpu, monkeypatch):
     """The same units and values as on a CPU; infinite inputs lead to no unit that is not there."""
     torch.manual_seed(0)
-    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "WORTH", (1, 0))
     x, weight, bias = torch.randn(20, 7), torch.randn(units, 7), torch.randn(units)
     with monkeypatch.context() as unsorted:
         unsorted.setattr(Selection, "by_unit", None)
@@ -236,7 +236,7 @@ def take(trainee, steps, device):
 )
 def test_every_method_trains_saves_and_restores_and_waits_where_it_must(case, gpu, monkeypatch):
     """The numbers are the CPU's; a state that is read on the CPU goes on exactly."""
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (1, 0))
     config, steps = layer_config(*case), list(enumerate(batches(3)))
     trainee = new_trainee("it", 0, config, 0, DEVICE, TRAINING)
     plain = new_trainee("it", 0, config, 0, CPU, TRAINING)

@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, *words: str)
 
 @pytest.mark.long
 def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 8)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (8, 0))
     monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
     words = "--model tiny-gpt2 --block 2 --expansion 8 --batches 1 --tokens 256 --repeats 1"
     found = run(monkeypatch, tmp_path, "bench_run", *words.split())
@@ -69,7 +69,7 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,64]}}]".replace(":", ": ")
     dense, plain = reference.topk_linear, []
     monkeypatch.setattr(reference, "topk_linear", lambda *inputs: (plain.append(1), dense(*inputs))[1])
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 10_000)  # candidates for K = 16 of 4,096 units, not for 64
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (100, 0))  # candidates for K = 16 of 4,096 units, not for 64
     words = f"{SCRIPTS.parent}/configs/tiny.yaml --seeds 2 --held-out 256 --set {fields}".split()
     rows = run(monkeypatch, tmp_path, "check_quality", *words, methods)["rows"]
     assert [(row["replacement"][-3:], row["path"]) for row in rows] == [
@@ -352,7 +352,7 @@ def rows_of_bench_step(module: ModuleType, labels: Sequence[str]) -> list[dict]:
 @pytest.mark.long
 def test_bench_step(monkeypatch: pytest.MonkeyPatch, bench_step: ModuleType) -> None:
     """The floor of the paper's layers, read off their steps, is the products that one counts by hand."""
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (1, 0))
     monkeypatch.setattr("mxd.training.step.candidate_dtype", lambda device, asked: "bfloat16")
     monkeypatch.setattr(bench_step, "candidate_dtype", lambda device: "bfloat16")
     tokens, d, o, h = 256, 16, 12, 32

@@ -28,8 +28,9 @@ GROUP = 4
 SPREAD, NARROW = 2.5, 180
 """How many candidates there are: see ``candidate_count``."""
 
-WORTH = 24_000
-"""Candidates pay from so many numbers in the weight for each of them on; see `scripts/measure_candidates.py`."""
+WORTH = (20, 8_000)
+"""Candidates pay from so many units for each of them on, and as many as this divided by the width more: a candidate
+costs a dot product and a place in the searches, a unit a product of its row; see `scripts/measure_candidates.py`."""
 
 PART = 512
 """Rows rounded to bfloat16 at a time on a CPU, to stay in cache."""
@@ -65,14 +66,14 @@ def candidate_count(k: int, units: int, d: int) -> int:
 
 
 def candidates_pay(k: int, units: int, d: int) -> bool:
-    """Return whether there are enough weights for bfloat16 candidates to pay; if not, they are never used.
+    """Return whether there are enough units for bfloat16 candidates to pay; if not, they are never used.
 
     Args:
         k: how many units are chosen.
         units: of how many.
         d: width of the inputs.
     """
-    return candidate_count(k, units, d) * WORTH <= units * d
+    return candidate_count(k, units, d) * (WORTH[0] + WORTH[1] / d) <= units
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def test_the_dtype_of_the_input_is_the_dtype_of_the_output(layer, x, dtype):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_in_inference_mode(config, randomise, candidates, training, monkeypatch):
     """As without gradients, in training mode, too, and where units are proposed in bfloat16."""
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (1, 0))
     config = config.grown(config.sparsity.nearest_units(64))
     layers = [randomise(config.build()).float().train(training) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -148,7 +148,7 @@ def test_a_layer_in_inference_mode(config, randomise, candidates, training, monk
 @pytest.mark.parametrize("candidates", ["float32", "bfloat16"])
 def test_a_layer_in_float16(config, randomise, candidates, monkeypatch):
     """Output and every gradient in training mode are those of float64, to the rounding of float16."""
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (1, 0))
     config = config.grown(config.sparsity.nearest_units(64))
     exact = randomise(config.build())
     for parameter in exact.parameters():

@@ -189,7 +189,7 @@ def searched(monkeypatch):
         found.append((x.dtype, len(x)))
         return real(x, weight, bias, k)
 
-    monkeypatch.setattr(sparse, "WORTH", 1)
+    monkeypatch.setattr(sparse, "WORTH", (1, 0))
     monkeypatch.setattr(sparse, "_largest", noting)
     return found
 
@@ -430,7 +430,8 @@ def test_rows_without_positive_units_need_no_proof(searched):
 
 def test_proposals_are_made_where_they_pay_only(searched, monkeypatch):
     x, weight, bias = bfloat16_case("normal", tokens=3, d=64, units=2048)
-    monkeypatch.setattr(sparse, "WORTH", 2048 * 64 // sparse.candidate_count(8, 2048, 64))
+    each = 2048 // sparse.candidate_count(8, 2048, 64)
+    monkeypatch.setattr(sparse, "WORTH", (each - 2, 2 * 64))
     for k, dtype in ((8, torch.bfloat16), (9, torch.float32)):
         topk_linear(x, weight, bias, k, "bfloat16")
         assert searched.pop()[0] == dtype

@@ -268,7 +268,7 @@ def test_the_seconds_of_a_step_follow_the_formula(tmp_path: Path) -> None:
 def test_products_in_bfloat16_are_counted_apart_and_take_their_own_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mxd.ops.sparse.WORTH", 1)
+    monkeypatch.setattr("mxd.ops.sparse.WORTH", (1, 0))
     found = {
         candidates: plan_run(
             small(tmp_path, replacements=EVERYTHING[1:2], training={"candidates": candidates, "accumulation": n})
