@@ -5,12 +5,12 @@
     python scripts/bench_run.py --single --batch-tokens 1024 --batches 64
     python scripts/bench_run.py --model tiny-gpt2 --block 2 --expansion 32
 
-A run of 4 methods x 4 K at one block: the text's tokens alone, the base model's forward alone (in float32, under
-autocast, with the error that this makes, and as the run takes it), all of the stream alone, each replacement's step
-alone on one batch (the median), then `mxd train` as it is, reading live and reading a cache; what the run takes beyond
-forward and steps is its overhead. With --single the run has one transcoder, and the base model's forward is most of it.
-The rows of the live run whose candidates were computed in bfloat16 are counted, and those whose candidates were not
-proven. Evaluation: one replacement of the block against eight.
+A run of 4 methods x 4 K at one block: the text's tokens alone, the base model's forward alone (in float32; under
+autocast and in bfloat16, with the errors that these make; and as the run takes it), all of the stream alone, each
+replacement's step alone on one batch (the median), then `mxd train` as it is, reading live and reading a cache; what
+the run takes beyond forward and steps is its overhead. With --single the run has one transcoder, and the base model's
+forward is most of it. The rows of the live run whose candidates were computed in bfloat16 are counted, and those whose
+candidates were not proven. Evaluation: one replacement of the block against eight.
 """
 
 import argparse
@@ -52,6 +52,8 @@ METHODS: list[dict[str, Any]] = [
 ]
 REPLACEMENTS = [{**method, "sparsity": {"kind": "topk", "k": [4, 8, 16, 32]}} for method in METHODS]
 RUNS = "live run", "cached run"
+FORWARDS = "in float32", "under autocast", "in bfloat16"
+SITES = "inputs", "outputs"
 SINGLE = [{"method": "transcoder", "sparsity": {"kind": "topk", "k": 32}}]
 
 
@@ -93,15 +95,17 @@ def stream_seconds(config: RunConfig, base: FrozenModel) -> dict[str, float]:
     found = {"text": time.perf_counter() - begin}
     ids = torch.from_numpy(np.stack(rows)).long().split(per_forward)
     base.record(ids[0], config.blocks)
+    rounded = load_frozen(config.model.source, dtype="bfloat16")
     first: dict[str, list[torch.Tensor]] = {}
-    for name, enabled in {"forward in float32": False, "forward under autocast": True}.items():
+    for name, model, enabled in zip(FORWARDS, (base, base, rounded), (False, True, False), strict=True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found[name] = seconds(lambda: [base.record(part, config.blocks) for part in ids])
-            sites = base.record(ids[0], config.blocks)[config.blocks[0]]
+            found[f"forward {name}"] = seconds(lambda: [model.record(part, config.blocks) for part in ids])  # noqa: B023
+            sites = model.record(ids[0], config.blocks)[config.blocks[0]]
         first[name] = [site[:, 1:].flatten(0, 1).float() for site in sites]
-    for site, exact, low in zip(("inputs", "outputs"), *first.values(), strict=True):
-        error = (low - exact).square().sum() / (exact - exact.mean(0)).square().sum()
-        found[f"FVU of {site} under autocast"] = float(error)
+    for name in FORWARDS[1:]:
+        for site, exact, low in zip(SITES, first[FORWARDS[0]], first[name], strict=True):
+            error = (low - exact).square().sum() / (exact - exact.mean(0)).square().sum()
+            found[f"FVU of {site} {name}"] = float(error)
     found["forward"] = found["forward under autocast" if autocasts(config, base) else "forward in float32"]
     found["stream"] = seconds(lambda: list(islice(activation_stream(config, base), config.training.steps)))
     return found
@@ -237,15 +241,16 @@ def main() -> None:
     tokens = args.batches * args.batch_tokens
     print(f"{base.source}, block {args.block}, {tokens:,} tokens, {torch.get_num_threads()} threads\n")
     print("| | seconds | share of the live run | tokens/s |\n|---|---|---|---|")
-    forwards = "forward in float32", "forward under autocast"
+    forwards = (f"forward {name}" for name in FORWARDS)
     for name in ("text", *forwards, "stream", "all steps", *(f"{run}{of}" for run in RUNS for of in ("", ", waiting"))):
         taken = results[name]
         print(f"| {name} | {taken:.2f} | {taken / results['live run']:.1%} | {tokens / taken:,.0f} |")
     for name in ("writing the cache", "evaluating 1", "evaluating 8"):
         if name in results:
             print(f"| {name} | {results[name]:.2f} | | |")
-    for site in ("inputs", "outputs"):
-        print(f"\nFVU of {site} under autocast: {results[f'FVU of {site} under autocast']:.1e}")
+    for name in FORWARDS[1:]:
+        inputs, outputs = (results[f"FVU of {site} {name}"] for site in SITES)
+        print(f"\nFVU of what is recorded {name}: inputs {inputs:.1e}, outputs {outputs:.1e}")
     print(f"\nrows proposed for: {results['rows proposed for']:,}, searched anew: {results['rows searched anew']:,}\n")
     misses = missed(results)
     if args.json:

@@ -13,7 +13,8 @@ be with 2 K + 16 candidates whatever the width.
 A processor with VNNI multiplies int8 faster still. The third table times the parts that candidates in int8 would
 have at GPT-2's shape. Rounding to int8 errs by more, so the same proof (Cauchy and Schwarz, with measured norms of the
 errors) needs more candidates: all units whose pre-activation is within twice the bound of the K-th largest. With
-``--layer`` the last table says how many, on held-out activations, with one scale for each row; *balanced* first
+``--layer`` the last table says how many, on held-out activations, with one scale for each row; with one bound for all
+units, as if the norms of their rows were alike, which training undoes; *balanced* first
 divides each column of the inputs by the square root of the ratio of its largest numbers, and multiplies the weights by
 it (SmoothQuant, arXiv 2211.10438).
 """
@@ -59,12 +60,14 @@ def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers * scale
 
 
-def needed(x: Tensor, weight: Tensor, pre: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """Return how many candidates each row's proof needs."""
+def needed(x: Tensor, weight: Tensor, pre: Tensor, k: int, dtype: torch.dtype, shared: bool = False) -> Tensor:
+    """Return how many candidates each row's proof needs, with a bound of each unit's own or one for all of a row."""
     low_x, low_weight = rounded(x, dtype), rounded(weight, dtype)
     norm = torch.linalg.vector_norm
     bound = torch.outer(norm(x - low_x, dim=1), norm(low_weight, dim=1))
     bound += torch.outer(norm(x, dim=1), norm(weight - low_weight, dim=1))
+    if shared:
+        bound = bound.amax(1, keepdim=True)
     kth = pre.topk(k).values.amin(1, keepdim=True)
     return (pre >= kth - 2 * bound).sum(1)
 
@@ -80,13 +83,14 @@ def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
     pre = x @ weight.T + gates.bias.detach()
     balance = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
     ways = {
-        "bfloat16": (x, weight, torch.bfloat16),
-        "int8": (x, weight, torch.int8),
-        "int8, balanced": (x / balance, weight * balance, torch.int8),
+        "bfloat16": (x, weight, torch.bfloat16, False),
+        "bfloat16, one bound for all units": (x, weight, torch.bfloat16, True),
+        "int8": (x, weight, torch.int8, False),
+        "int8, balanced": (x / balance, weight * balance, torch.int8, False),
     }
     rows = []
-    for way, (inputs, rows_of, dtype) in ways.items():
-        counts = needed(inputs, rows_of, pre, k, dtype).float()
+    for way, (inputs, rows_of, dtype, shared) in ways.items():
+        counts = needed(inputs, rows_of, pre, k, dtype, shared).float()
         taken = candidate_count(k, len(weight), x.shape[1])
         shares = {f"proven by {n}": (counts <= n).float().mean().item() for n in (taken, 4 * k, 8 * k)}
         rows.append({"way": way, "median": counts.median().item(), "99%": counts.quantile(0.99).item()} | shares)

@@ -48,6 +48,8 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["rows proposed for"] > found["rows searched anew"]
     assert found["rows proposed for"] % 4096 == 0
     assert found["forward"] == found["forward in float32"]  # too narrow for autocast
+    errors = [found[f"FVU of outputs {how}"] for how in ("under autocast", "in bfloat16")]
+    assert 0 < errors[0] < errors[1] < 0.01
     monkeypatch.setattr("mxd.model.autocast.WIDE", 1)
     monkeypatch.setattr("mxd.ops.dense.candidate_dtype", lambda device: "bfloat16")
     found = run(monkeypatch, tmp_path, "bench_run", *words.split(), "--single", "--batch-tokens", "256")

@@ -212,6 +212,10 @@ def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: p
             assert set(pre[row].topk(4).indices.tolist()) <= set(order[row, :count].tolist())
     assert (counts[torch.int8] >= counts[torch.bfloat16]).all() and counts[torch.int8].sum() < 16 * 300
     assert (counts[torch.bfloat16] >= 4).all() and (counts[torch.int8] > counts[torch.bfloat16]).any()
+    weight[0] *= 100  # loosens no bound but its own
+    pre = x @ weight.T
+    own, shared = (module.needed(x, weight, pre, 4, torch.bfloat16, shared) for shared in (False, True))
+    assert (shared >= own).all() and shared.sum() > 4 * own.sum()
     ones, weight = torch.ones(1, 1), torch.tensor([[1.001], [0.9985], [0.997]])  # rounded by 0.001, 0.0015, 0.0009
     assert module.needed(ones, weight, ones @ weight.T, 1, torch.bfloat16).tolist() == [2]  # two roundings apart
 
@@ -255,7 +259,8 @@ def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     assert [(row["k"], row["2 K + 16"]) for row in found["counts"]] == [(1, 18), (4, 24), (16, 48)]
     assert all(row["k"] <= row["candidates"] <= 64 and 0 <= row["unproven"] <= 1 for row in found["counts"])
     assert all(seconds > 0 for seconds in found["parts"].values())
-    exact, eights, balanced = found["proofs"]
+    exact, shared, eights, balanced = found["proofs"]
+    assert exact["median"] <= shared["median"] and exact["99%"] <= shared["99%"]
     assert exact["median"] < eights["median"] and balanced["way"] == "int8, balanced"
     assert "| int8, balanced |" in capsys.readouterr().out
     assert not [row for row in found["choices"] if module.candidates_pay(2, row["units"], 16)]

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -261,6 +261,13 @@ class Processes:
         for failure in errors:
             if failure is not None:
                 raise SharedError(failure[0]) from local
+
+    def together_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return ``together`` for what a GPU does before gradients are averaged, and nothing elsewhere.
+
+        A GPU's queue would wait in it for a process that ran out of memory; gloo notices that one has ended.
+        """
+        return self.together() if device.type == "cuda" else nullcontext()
 
     def exchange(
         self, rows: Shaped[Tensor, "sent ..."], counts: Sequence[int], expected: Sequence[int]

@@ -28,7 +28,7 @@ GROUP = 4
 SPREAD, NARROW = 2.5, 180
 """How many candidates there are: see ``candidate_count``."""
 
-WORTH = (20, 8_000)
+WORTH = (20, 12_000)
 """Candidates pay from so many units for each of them on, and as many as this divided by the width more: a candidate
 costs a dot product and a place in the searches, a unit a product of its row; see `scripts/measure_candidates.py`."""
 
@@ -319,6 +319,10 @@ def _topk(
     maxima no smaller. Group ``j`` of ``m`` is columns ``j, j + m, j + 2 m ...``, so that maxima are taken between
     contiguous vectors. Where that would not pay, or groups would differ in size, the whole row is searched.
     """
+    if runs_triton(pre) and pre.element_size() <= 4:
+        from mxd.ops import kernels
+
+        return kernels.largest(pre, k)
     groups = pre.shape[1] // GROUP
     if groups <= 2 * k or pre.shape[1] % GROUP:
         return _topk_of(pre, k)
@@ -427,14 +431,19 @@ def _lowered(
 ) -> tuple[Float[Tensor, "rows wider"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Return rows in bfloat16, with zeros at their right; and bounds on their norms, and on their errors' norms."""
     (count, d), size = rows.shape, PART if device_type(rows) == "cpu" else max(1, len(rows))
-    low = rows.new_empty(count, d + BOUNDS, dtype=torch.bfloat16)
-    low[:, d:] = 0
-    norms, errors = rows.new_empty(count), rows.new_empty(count)
-    for start in range(0, count, size):
-        part = slice(start, start + size)
-        low[part, :d] = rows[part]
-        torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
-        torch.linalg.vector_norm(rows[part] - low[part, :d], dim=1, out=errors[part])
+    if runs_triton(rows):
+        from mxd.ops import kernels
+
+        low, norms, errors = kernels.lowered(rows, d + BOUNDS)
+    else:
+        low = rows.new_empty(count, d + BOUNDS, dtype=torch.bfloat16)
+        low[:, d:] = 0
+        norms, errors = rows.new_empty(count), rows.new_empty(count)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            low[part, :d] = rows[part]
+            torch.linalg.vector_norm(rows[part], dim=1, out=norms[part])
+            torch.linalg.vector_norm(rows[part] - low[part, :d], dim=1, out=errors[part])
     errors += LOST * d**0.5
     return low, norms + errors, errors
 

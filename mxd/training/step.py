@@ -1,6 +1,5 @@
 """One replacement under training, and the step it takes: from a batch to an update of the weights."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -126,9 +125,8 @@ def train_step(
     layer.begin_step(layer.read(x, y).chunk(training.parts))
     dead, weight = trainee.dead(step * training.batch_tokens, training), training.settings.auxk
     seen = (step + 1) * training.batch_tokens
-    # Gradients on a GPU are averaged by its own queue, where one process would wait for another that ran out of memory.
-    heard = trainee.processes.together() if x.is_cuda else nullcontext()
-    with tf32_products(training.tf32 != "off"), rounded_products(dense_dtype(x.device, training.dense)), heard:
+    heard, rounded = trainee.processes.together_on(x.device), rounded_products(dense_dtype(x.device, training.dense))
+    with tf32_products(training.tf32 != "off"), rounded, heard:
         for x_part, y_part in zip(x.chunk(training.parts), y.chunk(training.parts), strict=True):
             result = forward_backward(layer, x_part, y_part, training.parts, dead, weight)
             with torch.no_grad():

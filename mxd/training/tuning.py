@@ -179,8 +179,9 @@ class TuneLoop(Loop):
         measured = (self.step + 1) % training.log_every == 0 or self.step + 1 == training.steps
         for tuned in self.sets:
             tuned.zero_grad()
-        for part in own.chunk(how.accumulation):
-            self._part(part, shares, compared=measured or how.nmse > 0)
+        with self.processes.together_on(self.base.device):
+            for part in own.chunk(how.accumulation):
+                self._part(part, shares, compared=measured or how.nmse > 0)
         for tuned in self.sets:
             self.processes.average([p.grad for p in tuned.parameters() if p.grad is not None])
             if how.clip_norm is not None:

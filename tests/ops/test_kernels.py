@@ -29,6 +29,7 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-7, "atol": 1e-5},  # one rounding, at the end, where the interpreter cuts off
 }
 GUARD = 4096
+NAMES = {"gather_sum", "gather_dot", "sum_lists", "largest", "lowered"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,8 @@ def kernels():
             from triton.runtime.interpreter import InterpretedFunction
 
             patch.setenv("TRITON_INTERPRET", "1")
-            patch.setattr(triton.language, "sum", InterpretedFunction(triton.language.sum.fn))
+            for name in ("sum", "cumsum"):
+                patch.setattr(triton.language, name, InterpretedFunction(getattr(triton.language, name).fn))
         from mxd.ops import kernels
 
         yield kernels
@@ -150,6 +152,42 @@ def test_float32_values_of_bfloat16_rows(kernels):
     check(kernels, torch.randn_like(values, dtype=torch.float32), indices, weight, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (3, 40, 7), (2, 40, 40), (2, 5000, 9)])
+def test_the_largest_are_found_whatever_their_sign(kernels, rows, width, k, dtype):
+    """Several tiles of columns, ties, infinities of both signs, zeros of both, and NaN, which is above all."""
+    numbers = torch.randn(rows, width, device=DEVICE).to(dtype)
+    numbers[-1, 1::3] = numbers[-1, 0]
+    numbers[:, width // 2 :] -= 2
+    if width > 5:
+        numbers[0, :5] = torch.tensor([torch.inf, -torch.inf, -0.0, 0.0, torch.nan])
+    values, columns = kernels.largest(numbers, k)
+    assert torch.equal(values.nan_to_num(99), numbers.gather(1, columns).nan_to_num(99))
+    assert torch.equal(values.sort(descending=True).values.nan_to_num(99), numbers.topk(k).values.nan_to_num(99))
+    assert (columns.diff() > 0).all()
+
+
+def test_of_equal_numbers_the_first_are_taken_and_rows_may_lie_apart(kernels):
+    numbers = torch.tensor([[1.0, 2, 1, 1, 3, 1, 9, 9], [-1, -1, -5, -1, -1, -3, 9, 9]], device=DEVICE)
+    values, columns = kernels.largest(numbers[:, :6], 3)
+    assert values.tolist() == [[1, 2, 3], [-1, -1, -1]] and columns.tolist() == [[0, 1, 4], [0, 1, 3]]
+    values, columns = kernels.largest(torch.full((1, 3), -torch.inf, device=DEVICE), 2)
+    assert values.tolist() == [[-torch.inf] * 2] and columns.tolist() == [[0, 1]]
+    assert kernels.largest(numbers[:0], 3)[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("count", "d"), [(0, 3), (1, 1), (5, 40), (2, 3000)])
+def test_rows_are_rounded_with_their_norms(kernels, count, d, dtype):
+    """The norms of the errors are those of what was rounded, however it was rounded."""
+    rows = torch.randn(d, count, device=DEVICE, dtype=dtype).T
+    low, norms, errors = kernels.lowered(rows, d + 5)
+    assert low.dtype == torch.bfloat16 and (low[:, d:] == 0).all()
+    torch.testing.assert_close(low[:, :d].to(dtype), rows, rtol=2**-7, atol=1e-30)
+    torch.testing.assert_close(norms, torch.linalg.vector_norm(rows, dim=1))
+    torch.testing.assert_close(errors, torch.linalg.vector_norm(rows - low[:, :d], dim=1))
+
+
 def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch):
     """Values and every gradient of a transcoder with a unit that is always on, by way of the kernels, are PyTorch's."""
     x, encoder, bias, decoder = (torch.randn(s, device=DEVICE) for s in [(6, 5), (40, 5), (40,), (40, 7)])
@@ -157,19 +195,20 @@ def test_the_operations_go_through_the_kernels_where_asked(kernels, monkeypatch)
 
     def run():
         leaves = [t.detach().clone().requires_grad_() for t in (x, encoder, bias, decoder)]
-        out = sparse.sparse_decode(*sparse.topk_linear(*leaves[:3], 4), leaves[3])
+        out = sparse.sparse_decode(*sparse.topk_linear(*leaves[:3], 4, "bfloat16"), leaves[3])
         out.square().sum().backward()
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
+    monkeypatch.setattr(sparse, "WORTH", (1, 0))
     expected, used = run(), set()
     monkeypatch.setattr(sparse, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(sparse, "device_type", lambda tensor: "cuda")
     monkeypatch.setattr(sparse, "SPAN", 4)
-    for name in ("gather_sum", "gather_dot", "sum_lists"):
+    for name in NAMES:
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, own=own, name=name: used.add(name) or own(*args))
     torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
-    assert used == {"gather_sum", "gather_dot", "sum_lists"}
+    assert used == NAMES
 
 
 def test_the_kernels_are_for_cuda_and_used_only_when_switched_on():
@@ -188,14 +227,16 @@ from triton.backends.compiler import GPUTarget
 with jaxtyping.install_import_hook("mxd", "beartype.beartype"):  # as under pytest
     from mxd.ops import kernels
 
-KINDS = {"indices": "*i64", "order": "*i64", "starts": "*i64", "tokens": "*i64", "K": "i32"}
-SIZES = {"D": 768, "ROWS": 8, "COLUMNS": 64, "SUM": tl.float32}
-for kernel in (kernels._gather_sum, kernels._gather_dot, kernels._sum_lists):
+KINDS = {"indices": "*i64", "order": "*i64", "starts": "*i64", "tokens": "*i64", "columns": "*i64", "low": "*bf16"}
+KINDS |= {"K": "i32", "width": "i32", "stride": "i32", "out": "*i16", "bits": "*i16"}
+SIZES = {"D": 768, "ROWS": 8, "COLUMNS": 64, "SUM": tl.float32, "BITS": 16, "SPECIAL": 0x7F80, "WIDTH": 776}
+for kernel in (kernels._gather_sum, kernels._gather_dot, kernels._sum_lists, kernels._largest, kernels._lowered):
     ks = [parameter for parameter in kernel.params if parameter.name == "K"]
     print(all(k.do_not_specialize and not k.is_constexpr for k in ks))  # one compiled kernel for every K
     for dtype in ("*fp32", "*bf16"):
         sizes = {name: SIZES[name] for name in kernel.arg_names if name in SIZES}
-        kinds = {name: "constexpr" if name in sizes else KINDS.get(name, dtype) for name in kernel.arg_names}
+        known = KINDS if "bits" in kernel.arg_names else {name: KINDS[name] for name in KINDS if name != "out"}
+        kinds = {name: "constexpr" if name in sizes else known.get(name, dtype) for name in kernel.arg_names}
         source = triton.compiler.ASTSource(kernel, kinds, sizes)
         print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0)
 """
@@ -208,4 +249,4 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False, env=env)
-    assert done.stdout.split() == ["True"] * 9, done.stderr[-2000:]
+    assert done.stdout.split() == ["True"] * 15, done.stderr[-2000:]

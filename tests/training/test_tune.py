@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mxd.artifacts.folders import read_config
 from mxd.artifacts.provenance import Provenance
 from mxd.artifacts.sets import named_layers, sets_of
 from mxd.common.errors import MxdError
-from mxd.common.processes import ALONE
+from mxd.common.processes import ALONE, Processes
 from mxd.common.stop import Interrupted, Stop
 from mxd.config import dump_config, parse_config
 from mxd.data.activations import Batch, Cursor
@@ -553,6 +554,25 @@ def test_nothing_is_measured_where_nothing_is_asked_for(trained: Path, tmp_path:
 def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == step)
     monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
+
+
+def test_all_parts_of_a_step_are_over_in_every_process_before_gradients_are_averaged(
+    trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, part = [], TuneLoop._part
+
+    @contextmanager
+    def together_on(self: Processes, device: torch.device) -> Iterator[None]:
+        happened.append(device.type)
+        yield
+        happened.append("all are well")
+
+    monkeypatch.setattr(Processes, "together_on", together_on)
+    monkeypatch.setattr(Processes, "average", lambda *_: happened.append("average"))
+    monkeypatch.setattr(TuneLoop, "_part", lambda *args, **options: (happened.append("part"), part(*args, **options)))
+    how = TuneConfig(**HOW | {"tokens": 512, "accumulation": 2})
+    tune(of_kind(trained, "mxd"), how, "t", str(tmp_path), model=base)
+    assert happened == ["cpu", "part", "part", "all are well", "average"]
 
 
 @pytest.mark.long
