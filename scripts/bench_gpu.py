@@ -437,17 +437,28 @@ def kernels(bench: Bench) -> Iterator[Row]:
                 "scatter_rows": lambda i=indices, v=values, p=plan: sparse._scatter_rows(v, i, rows, units, p),
             }
             for name, operation in operations.items():
-                expected, seconds = operation(), bench.seconds(operation)
-                row = {"operation": name, "K": k, "selection": selection, "PyTorch ms": 1e3 * seconds}
-                if bench.cuda:
-                    use_triton(True)
-                    try:
-                        got, seconds = operation(), bench.seconds(operation)
-                    finally:
-                        use_triton(bench.args.triton)
-                    row |= {"Triton ms": 1e3 * seconds, "GB/s gathered": 4 * tokens * k * d / seconds / 1e9}
-                    row |= {"difference": float((got - expected).norm() / expected.norm())}
-                yield row
+                about = {"operation": name, "K": k, "selection": selection}
+                yield about | _both_ways(bench, operation, 4 * tokens * k * d)
+        pre = torch.randn(tokens, units // 64 * 64, device=bench.device).bfloat16()
+        largest = _both_ways(bench, lambda pre=pre, k=k: sparse._topk(pre, k)[0].float().sum(1), 2 * pre.numel())
+        yield {"operation": "the largest", "K": k, "selection": ""} | largest
+    lowered = _both_ways(bench, lambda: sparse._lowered(weight)[2], 6 * units * d)
+    yield {"operation": "rows to bfloat16, norms", "K": 0, "selection": ""} | lowered
+
+
+def _both_ways(bench: Bench, operation: Callable[[], Tensor], moved: int) -> Row:
+    """Time an operation in PyTorch and, on a GPU, in Triton, which moves so many bytes."""
+    expected, seconds = operation(), bench.seconds(operation)
+    row = {"PyTorch ms": 1e3 * seconds}
+    if bench.cuda:
+        use_triton(True)
+        try:
+            got, seconds = operation(), bench.seconds(operation)
+        finally:
+            use_triton(bench.args.triton)
+        row |= {"Triton ms": 1e3 * seconds, "GB/s": moved / seconds / 1e9}
+        row |= {"difference": float((got - expected).norm() / expected.norm())}
+    return row
 
 
 def topk(bench: Bench) -> Iterator[Row]:
