@@ -60,7 +60,7 @@ def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers * scale
 
 
-def needed(x: Tensor, weight: Tensor, pre: Tensor, k: int, dtype: torch.dtype, shared: bool = False) -> Tensor:
+def needed(x: Tensor, weight: Tensor, bias: Tensor, k: int, dtype: torch.dtype, shared: bool = False) -> Tensor:
     """Return how many candidates each row's proof needs, with a bound of each unit's own or one for all of a row."""
     low_x, low_weight = rounded(x, dtype), rounded(weight, dtype)
     norm = torch.linalg.vector_norm
@@ -68,8 +68,8 @@ def needed(x: Tensor, weight: Tensor, pre: Tensor, k: int, dtype: torch.dtype, s
     bound += torch.outer(norm(x, dim=1), norm(weight - low_weight, dim=1))
     if shared:
         bound = bound.amax(1, keepdim=True)
-    kth = pre.topk(k).values.amin(1, keepdim=True)
-    return (pre >= kth - 2 * bound).sum(1)
+    kth = torch.addmm(bias, x, weight.T).topk(k).values.amin(1, keepdim=True)
+    return (torch.addmm(bias, low_x, low_weight.T) + bound >= kth).sum(1)
 
 
 def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
@@ -79,8 +79,7 @@ def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
     gates, k = layer.gates, layer.config.sparsity.max_k
     assert isinstance(gates, LinearGate), "a layer with one row for each unit"
     x, y = held_out_activations(config, load_frozen(config.model.source), tokens)[block]
-    x, weight = layer.read(x, y), gates.weight.detach()
-    pre = x @ weight.T + gates.bias.detach()
+    x, weight, bias = layer.read(x, y), gates.weight.detach(), gates.bias.detach()
     balance = (x.abs().amax(0) / weight.abs().amax(0)).sqrt()
     ways = {
         "bfloat16": (x, weight, torch.bfloat16, False),
@@ -90,7 +89,7 @@ def proofs(config: RunConfig, source: str, tokens: int) -> list[dict[str, Any]]:
     }
     rows = []
     for way, (inputs, rows_of, dtype, shared) in ways.items():
-        counts = needed(inputs, rows_of, pre, k, dtype, shared).float()
+        counts = needed(inputs, rows_of, bias, k, dtype, shared).float()
         taken = candidate_count(k, len(weight), x.shape[1])
         shares = {f"proven by {n}": (counts <= n).float().mean().item() for n in (taken, 4 * k, 8 * k)}
         rows.append({"way": way, "median": counts.median().item(), "99%": counts.quantile(0.99).item()} | shares)

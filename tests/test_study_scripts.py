@@ -202,22 +202,26 @@ def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: p
     monkeypatch.syspath_prepend(SCRIPTS)
     module = script("measure_candidates")
     torch.manual_seed(0)
-    x, weight = torch.randn(16, 8), torch.randn(300, 8)
-    pre = x @ weight.T
-    counts = {dtype: module.needed(x, weight, pre, 4, dtype) for dtype in (torch.bfloat16, torch.int8)}
+    x, weight, bias = torch.randn(16, 8), torch.randn(300, 8), torch.randn(300)
+    counts = {dtype: module.needed(x, weight, bias, 4, dtype) for dtype in (torch.bfloat16, torch.int8)}
+    pre = torch.addmm(bias, x, weight.T)
     for dtype, needed in counts.items():
-        low = module.rounded(x, dtype) @ module.rounded(weight, dtype).T
-        order = low.argsort(1, descending=True)
-        for row, count in enumerate(needed.tolist()):  # so many candidates hold the four largest
+        low_x, low_weight = module.rounded(x, dtype), module.rounded(weight, dtype)
+        bound = (x - low_x).norm(dim=1)[:, None] * low_weight.norm(dim=1)
+        bound += x.norm(dim=1)[:, None] * (weight - low_weight).norm(dim=1)
+        above = torch.addmm(bias, low_x, low_weight.T) + bound
+        assert (above >= pre - 1e-5).all()
+        order = above.argsort(1, descending=True)
+        for row, count in enumerate(needed.tolist()):  # so many candidates hold the four largest, and no other could
             assert set(pre[row].topk(4).indices.tolist()) <= set(order[row, :count].tolist())
+            assert (above[row, order[row, count:]] < pre[row].topk(4).values[-1]).all()
     assert (counts[torch.int8] >= counts[torch.bfloat16]).all() and counts[torch.int8].sum() < 16 * 300
     assert (counts[torch.bfloat16] >= 4).all() and (counts[torch.int8] > counts[torch.bfloat16]).any()
     weight[0] *= 100  # loosens no bound but its own
-    pre = x @ weight.T
-    own, shared = (module.needed(x, weight, pre, 4, torch.bfloat16, shared) for shared in (False, True))
+    own, shared = (module.needed(x, weight, bias, 4, torch.bfloat16, shared) for shared in (False, True))
     assert (shared >= own).all() and shared.sum() > 4 * own.sum()
     ones, weight = torch.ones(1, 1), torch.tensor([[1.001], [0.9985], [0.997]])  # rounded by 0.001, 0.0015, 0.0009
-    assert module.needed(ones, weight, ones @ weight.T, 1, torch.bfloat16).tolist() == [2]  # two roundings apart
+    assert module.needed(ones, weight, torch.zeros(3), 1, torch.bfloat16).tolist() == [2]
 
 
 @pytest.mark.long
