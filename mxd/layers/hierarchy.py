@@ -69,8 +69,8 @@ class LevelCode(Code):
     def active_units(self, units: int) -> Bool[Tensor, " units"]:
         """Return which units are active at any token: their experts must be, at the same one."""
         later = self.later.activations
-        on = torch.zeros(*later.shape[:-1], self.size, dtype=torch.bool, device=later.device)
-        on.scatter_(-1, self.later.indices, later > 0)
+        on = later.new_zeros(*later.shape[:-1], self.size)
+        on = on.scatter_reduce_(-1, self.later.indices, later, "amax") > 0
         seen = [  # for each unit of the later levels, the experts of the first that are active together with it
             self.first.with_activations(self.first.activations * active.unsqueeze(-1)).active_units(units // self.size)
             for active in on.unbind(-1)

@@ -29,7 +29,7 @@ SPREAD, NARROW = 2.5, 180
 """How many candidates there are: see ``candidate_count``."""
 
 WORTH = (20, 12_000)
-"""Candidates pay from so many units for each of them on, and as many as this divided by the width more: a candidate
+"""Candidates pay where there are ``a + b / d`` units for each, with these two numbers and the width d: a candidate
 costs a dot product and a place in the searches, a unit a product of its row; see `scripts/measure_candidates.py`."""
 
 PART = 512
@@ -50,11 +50,12 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def candidate_count(k: int, units: int, d: int) -> int:
-    """Return how many candidates prove the choice of all but one in a thousand rows of random numbers.
+    """Return how many candidates prove the choice of 99% of rows of random numbers, and of nearly all in most cases.
 
-    Those that rounding may lift above the k-th largest: a bound on it is ``sqrt(d)`` times a share of what tells the
-    pre-activations apart, and the k-th of ``units`` normal numbers is near ``sqrt(2 ln(units / k))``, where numbers
-    become rarer as the exponential of minus their product. The two constants are read off `measure_candidates.py`.
+    Enough for those that rounding may lift above the k-th largest. In units of the pre-activations' standard deviation
+    the bound on rounding is a constant times ``sqrt(d)``; near the k-th largest, at ``t = sqrt(2 ln(units / k))`` or
+    so, a shift by s changes how many lie above by a factor of ``exp(s t)``. ``SPREAD`` allows for chance, in units of
+    ``sqrt(k)``. Both constants are read off `scripts/measure_candidates.py`.
 
     Args:
         k: how many units are chosen.
@@ -73,7 +74,7 @@ def candidates_pay(k: int, units: int, d: int) -> bool:
         units: of how many.
         d: width of the inputs.
     """
-    return candidate_count(k, units, d) * (WORTH[0] + WORTH[1] / d) <= units
+    return candidate_count(k, units, d) * (WORTH[0] + WORTH[1] / max(d, 1)) <= units
 
 
 @dataclass(frozen=True)
@@ -336,16 +337,16 @@ def _topk(
 def _topk_of(
     numbers: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens {k}"], Int[Tensor, "tokens {k}"]]:
-    """Return the ``k`` largest of each row and their columns; NaN is as large as infinity.
+    """Return the ``k`` largest of each row and their columns; NaN is no smaller than infinity.
 
-    On a CPU by integers in the same order (the other bits of a negative number are turned over): each comparison of
-    two floats asks whether they are NaN, which takes a third of the time.
+    On a CPU by integers in the same order (of a negative number all bits but the sign are inverted): each comparison of
+    two floats asks whether they are NaN, a fifth of the time.
     """
     if device_type(numbers) != "cpu":
         return numbers.topk(k, sorted=False)
     bits = 8 * numbers.element_size() - 1
     keys = numbers.nan_to_num(torch.inf, torch.inf, -torch.inf).view(_INTEGERS[numbers.element_size()])
-    chosen = (keys ^ ((keys >> bits) & 2**bits - 1)).topk(k, sorted=False).indices
+    chosen = (keys ^ ((keys >> bits) & (2**bits - 1))).topk(k, sorted=False).indices
     return numbers.gather(1, chosen), chosen
 
 
@@ -367,13 +368,14 @@ def _largest(
         for first in range(0, units, width):
             tile = weight[first : first + width]
             pre = buffer[: len(part), : -(-len(tile) // GROUP**2) * GROUP**2]
-            pre[:, len(tile) :] = -torch.inf  # padding of the last tile, never chosen
+            pre[:, len(tile) :] = -torch.inf  # padding of the last tile
             if bias is None:
                 torch.mm(part, tile.T, out=pre[:, : len(tile)])
             else:
                 torch.addmm(bias[first : first + width], part, tile.T, out=pre[:, : len(tile)])
             tops, columns = _topk(pre, min(k, len(tile)))
-            best.append((tops, columns.add_(first).clamp_(max=units - 1)))  # padding, where all are minus infinity
+            # Padding is chosen only where fewer than so many units are above minus infinity.
+            best.append((tops, columns.add_(first).clamp_(max=units - 1)))
         tops, chosen_units = (torch.cat(pieces, 1) for pieces in zip(*best, strict=True))
         if len(best) > 1:
             tops, chosen = _topk_of(tops, k)
@@ -394,16 +396,17 @@ def _from_candidates(
     Rounding x to x' and w to w' changes a pre-activation by at most ``|x - x'| |w'| + |x| |w - w'| + |b - b'|`` (Cauchy
     and Schwarz). These norms are measured, and four more columns of the product add b' and that bound, so candidates
     are the units with the largest *upper bounds*: a unit with a large norm, as training makes some, loosens no other's.
-    Assumed of the device: its bfloat16 product of width d errs by at most ``2^-23 (d + 2) (|x'| |w'| + |b'|)``, as sums
-    of rounded or truncated float32 additions do, and is rounded or truncated to bfloat16 once, at the end. A float32
-    sum errs by half of that; the other half more than covers the rounding of the norms and of this comparison. So where
-    the smallest bound of a candidate is no larger than the k-th largest exact value, no unit is missed.
+    Assumed of the device: its bfloat16 product of width n errs by at most ``2^-23 (n + 2)`` times the sum of its terms'
+    sizes, here ``|x'| |w'| + |b'|`` and the bound, as sums of rounded or truncated float32 additions do, and is rounded
+    or truncated to bfloat16 once, at the end. A float32 sum errs by half of that; the other half more than covers the
+    rounding of the norms and of the bound. So where the smallest bound of a candidate is no larger than the k-th
+    largest exact value, no unit is missed.
 
     Numbers below 2^-126 may be flushed to zero anywhere (bfloat16 instructions do so). A square lost in this way takes
     at most 2^-126 from a squared norm, and d of them at most 2^-63 sqrt(d) from the norm: each norm is increased by
-    four times that, ``LOST sqrt(d)``. The product of two such increases alone, 2^-122 d, then covers what is flushed in
-    products and sums, at most 4 d + 8 such numbers. So rows as small as that, or all rows if the weights are that
-    small, are searched again in full. Nothing is proven of sums that overflow.
+    four times that, ``LOST sqrt(d)``. Products of two such increases, 2^-122 d, of which there are two, then cover what
+    is flushed in products, sums and the bias, at most 4 d + 12 such numbers. So rows as small as that, or all rows if
+    the weights are that small, are searched again in full. Nothing is proven of sums that overflow.
     """
     units, d = weight.shape
     if not candidates_pay(k, units, d):
@@ -411,7 +414,7 @@ def _from_candidates(
     (low_x, x_norms, x_errors), (low_weight, norms, errors) = _lowered(x), _lowered(weight)
     low_bias, sums = bias.to(torch.bfloat16), 2**-22 * (d + 2 + BOUNDS)
     bias_errors = (bias - low_bias).abs() + sums * bias.abs()
-    up, one = 1 + 2**-7, torch.ones_like(x_norms)  # so that rounding both factors to bfloat16 does not lower a bound
+    up, one = 1 + 2**-7 + 2**-15, torch.ones_like(x_norms)  # more than rounding both factors to bfloat16 may take
     low_x[:, d : d + 4] = torch.stack([x_errors, x_norms, one, one], 1)
     low_weight[:, d : d + 4] = torch.stack([up * norms, up * (errors + sums * norms), up * bias_errors, low_bias], 1)
     tops, candidates = _largest(low_x, low_weight, None, candidate_count(k, units, d))

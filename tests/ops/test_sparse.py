@@ -246,7 +246,7 @@ def test_a_unit_that_bfloat16_ranks_too_low_is_found(by, searched):
         assert torch.equal(low[0, 1:], weight[1:, 33])
     _, indices = topk_linear(x, weight, bias, 1 if by == "the sum" else 2, "bfloat16")
     assert indices.sort().values.tolist() == ([[n] for n in range(len(x))] if by == "the sum" else [[0, 1]])
-    anew = [(torch.float32, len(x))] if by == "the sum" else []  # there no 18 candidates are enough
+    anew = [(torch.float32, len(x))] if by == "the sum" else []  # there no few candidates are enough
     assert searched == [(torch.bfloat16, len(x)), *anew]
 
 
@@ -263,15 +263,16 @@ def test_a_bound_that_is_met_is_not_rounded_below(searched):
     assert indices.tolist() == [[0]] and searched == [(torch.bfloat16, 1)]
 
 
-def test_a_bound_that_a_bias_takes_away_again_is_not_rounded_below(searched):
+@pytest.mark.parametrize(("by", "size"), [(0.00158, 1.5078125), (0.001385, 1.4140625), (0.001386, 1.65625)])
+def test_a_bound_that_a_bias_takes_away_again_is_not_rounded_below(by, size, searched):
     """What is left of unit 0 is less than what bfloat16 would take from the two norms whose product is its bound."""
-    x, weight, bias = torch.tensor([[1.00158, 0.99842]]), torch.zeros(41, 2), torch.zeros(41)
-    weight[0] = torch.tensor([1.5078125, -1.5078125])
+    x, weight, bias = torch.tensor([[1 + by, 1 - by]]), torch.zeros(41, 2), torch.zeros(41)
+    weight[0] = torch.tensor([size, -size])
     bias[0] = -(x @ weight.T)[0, 0].bfloat16().float()
     left = torch.addmm(bias, x, weight.T)[0, 0]
     bias[1:] = torch.linspace(0.2, 0.9, 40).mul(left).bfloat16().float()
     _, indices = topk_linear(x, weight, bias, 1, "bfloat16")
-    assert (x.bfloat16() == 1).all() and 0 < bias[1:].max() < left < 1e-3 * -bias[0]
+    assert (x.bfloat16() == 1).all() and 0 < bias[1:].max() < left < 4e-3 * -bias[0]
     assert indices.tolist() == [[0]]
 
 
@@ -307,6 +308,17 @@ def test_there_are_candidates_enough_for_random_numbers_and_no_more(d, units, k,
         topk_linear(x, weight, bias, k, "bfloat16")
         shares.append(sum(rows for dtype, rows in searched if dtype == torch.float32) / 512)
     assert shares[0] < 0.01 and shares[0] < shares[1]
+
+
+@pytest.mark.parametrize("candidates", ["float32", "bfloat16"])
+def test_units_are_among_those_there_are_where_most_are_minus_infinity(candidates, searched):
+    """A row then has fewer units than are asked for, and its tile is padded."""
+    bias = torch.full((9,), -torch.inf)
+    bias[0] = 1
+    values, indices = topk_linear(torch.ones(1, 3), torch.ones(9, 3), bias, 3, candidates)
+    assert values.sort().values.tolist() == [[0, 0, 4]] and indices.max() < 9 and indices[values > 0].tolist() == [0]
+    values, indices = topk_linear(torch.zeros(2, 0), torch.zeros(9, 0), torch.arange(9.0), 2, candidates)
+    assert indices.sort().values.tolist() == [[7, 8]] * 2
 
 
 def test_candidates_are_no_fewer_than_are_chosen_and_no_more_than_there_are():
