@@ -197,9 +197,9 @@ class TrainingConfig(Settings):
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; the recipe's by default."""
     candidates: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that all pre-activations are first computed in. ``bfloat16``: some two to four K of the largest are
-    computed again in float32, K of them chosen, and the choice proven, so that the units are those of ``float32``.
-    ``auto``: ``bfloat16`` where the device has instructions for it. Training only."""
+    """Dtype that all pre-activations are first computed in. ``bfloat16``: more than K of the largest, as many as the
+    width asks for, are computed again in float32, K of them chosen, and the choice proven, so that the units are those
+    of ``float32``. ``auto``: ``bfloat16`` where the device has instructions for it. Training only."""
     dense: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype that the inputs of large dense products are rounded to in training steps: those of dense encoders, of what
     reads them, and of skips, forward and backward; parameters, sums and the choice of units stay in float32. ``auto``:

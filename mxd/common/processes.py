@@ -265,7 +265,8 @@ class Processes:
     def together_on(self, device: torch.device) -> AbstractContextManager[None]:
         """Return ``together`` for what a GPU does before gradients are averaged, and nothing elsewhere.
 
-        A GPU's queue would wait in it for a process that ran out of memory; gloo notices that one has ended.
+        Gradients on a GPU are averaged in its queue, which would wait for a process that ran out of memory; gloo, on a
+        CPU, notices that one has ended.
         """
         return self.together() if device.type == "cuda" else nullcontext()
 

@@ -280,3 +280,11 @@ def test_lists_in_a_run_are_levels_and_lists_of_lists_a_sweep():
     plain = {"method": "cp_mumoe", "levels": [8, 3], "rank": [2, 5], "sparsity": {"kind": "levels", "levels": [2, 1]}}
     found = parse_config({"run": "r", "replacements": [plain]}).replacements
     assert [(item.levels, item.rank) for item in found] == [((8, 3), 2), ((8, 3), 5)]
+
+
+def test_a_unit_that_a_code_names_twice_is_active_if_it_is_once():
+    """As codes do where fewer units than are asked for are above minus infinity: the others are the last, at zero."""
+    first = Code(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    for activations in ([0.0, 0.0, 4.0], [4.0, 0.0, 0.0]):
+        later = Code(torch.tensor([activations]), torch.full((1, 3), 2))
+        assert LevelCode(first, later, 3).active_units(6).tolist() == [False, False, True, False, False, False]
