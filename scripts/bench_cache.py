@@ -1,10 +1,10 @@
 """Time writing and reading a cache of activations: in order and mixed, in each dtype, with and without verification.
 
-    python scripts/bench_cache.py [--tokens 262144] [--width 768] [--folder FOLDER] [--json FILE]
+    python scripts/bench_cache.py [--tokens 262144] [--width 768] [--folder FOLDER] [--json FILE] [--check]
 
 The activations are random, so no base model is timed. The first reading verifies every shard, the second does not.
 Files just written are in memory, so the disk's own speed is not measured. `mixed` mixes eight shards in batches of
-4,096.
+4,096. `--check` names what is read more slowly than two steps of a transcoder take (peers.json: 28,000 tokens/s).
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from goals import conclude
 
 from mxd.artifacts.provenance import versions
 from mxd.data.activations import Batch, Cursor, WindowFilter
@@ -27,6 +28,11 @@ from mxd.data.reading import cached_batches, mixed_batches
 
 BATCH, WINDOW = 4096, 32
 """Tokens in a batch, batches in a window: the defaults of a run."""
+
+FAST = 56_000
+"""Tokens a second that reading is to reach, so that it keeps no step waiting."""
+
+READ = ("in order, verified", "in order", "mixed")
 
 
 def stream(width: int) -> Stream:
@@ -80,6 +86,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--folder", type=Path, help="where the caches are written, and removed")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where fewer than {FAST:,} tokens/s are read")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rates = {d: measure(Path(folder, d), d, args.tokens, args.width) for d in get_args(Dtype)}
@@ -89,6 +96,9 @@ def main() -> None:
         print(f"| {name} | {' | '.join(f'{rates[dtype][name]:,.0f}' for dtype in rates)} |")
     if args.json:
         args.json.write_text(json.dumps({"versions": versions(), **rates}, indent=2) + "\n")
+    if args.check:
+        slow = [(d, way) for d, of in rates.items() for way in READ if of[way] < FAST]
+        conclude([f"{d}, {way}: {rates[d][way]:,.0f} tokens/s, at least {FAST:,}" for d, way in slow])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ cache, and the prompt's forward is part of the time; the numbers are medians ove
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_step import METHODS, methods
+from goals import conclude
 
 from mxd.artifacts.provenance import versions
 from mxd.evaluation.generation import greedy
@@ -107,8 +107,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     if args.check:
         slower = [f"{row['layer']}, batch {row['batch']}: {row['ratio']:.2f}" for row in rows if row["ratio"] < 1]
-        print("\n".join(slower) or "nothing is slower than the base model")
-        sys.exit(1 if slower else 0)
+        conclude(slower, "nothing is slower than the base model")
 
 
 if __name__ == "__main__":

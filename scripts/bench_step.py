@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from goals import conclude
 from step_floor import Floor, Step, step_cost
 from torch import Tensor
 
@@ -87,6 +88,9 @@ def methods(k: int) -> dict[str, dict[str, Any]]:
 METHODS = tuple(methods(1))
 PAPER = ("MxD", "TC", "STC")
 """The layers of MxD's paper."""
+
+GOALS = {("gpt2", "MxD"): 0.45, ("gpt2", "TC"): 0.33, ("gpt2", "STC"): 0.33}
+"""What steps of a shape and layer may take, of the floor; others 1.3, MxD 1, Monet 2."""
 
 
 def ours(config: ReplacementConfig, candidates: Dtype, dense: Dtype, x: Tensor, y: Tensor) -> Step:
@@ -269,7 +273,8 @@ def missed(row: dict[str, Any]) -> list[str]:
     paper = label in PAPER
     few = not paper and floors["products"] < floors["floor"] / 2
     floor = floors["floor" if few else "products"]
-    most = 1.0 if label == "MxD" else 2.0 if label.startswith("Monet") else 1.3
+    usual = 1.0 if label == "MxD" else 2.0 if label.startswith("Monet") else 1.3
+    most = GOALS.get((row["shape"], label), usual)
     wanted = {f"floor{' with the bytes moved' if few else ''}": (mine / floor, most)}
     if label == "MxD" and "float32" in seconds:
         wanted["floor, with all products in float32,"] = (seconds["float32"] / floor, 1.25)
@@ -337,8 +342,7 @@ def main() -> None:
         args.json.write_text(json.dumps({"machine": machine, "versions": versions(), "rows": rows}, indent=2) + "\n")
     misses = [line for row in rows for line in missed(row)]
     if args.check:
-        print("\n".join(misses) or "every target is met")
-        sys.exit(1 if misses else 0)
+        conclude(misses)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
 """Time a step of `mxd tune` against the passes that no step avoids, written plainly.
 
-    python scripts/bench_tune.py [--model tiny-llama] [--method mxd] [--k 32] [--contexts 8] [--repeats 5]
-        [--nmse 0] [--json FILE] [--check]
+    python scripts/bench_tune.py [--models tiny-llama tiny-gpt2] [--methods mxd transcoder] [--nmse 0 1] [--k 32]
+        [--contexts 8] [--repeats 7] [--json FILE] [--check]
 
-Every MLP of the model is replaced by a layer as it is drawn at random; the time does not depend on what it learned.
+Every MLP of a model is replaced by a layer as it is drawn at random; the time does not depend on what it learned.
 In turn, in one process, medians over repeats:
 
 - *step*: forward of the base model, forward and backward of the spliced one, clipping, Adam (``TuneLoop.train_batch``);
 - *passes*: the base model's logits, the spliced model's with their graph, their divergence, and the backward pass, by
   PyTorch alone.
 
-With `--nmse 1`, which is the default of `mxd tune`, both also run the base MLPs on what the layers read and add the
+With an NMSE of 1, which is the default of `mxd tune`, both also run the base MLPs on what the layers read and add the
 normalized MSE.
 
-`--check` fails where a step takes more than 1.15 times as long. Peak memory is that of the whole process after each.
+`--check` names where a step takes more than 1.15 times as long.
 """
 
 import argparse
+import itertools
 import json
-import resource
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_step import medians
+from goals import conclude
 from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
@@ -113,48 +112,47 @@ def steps(
     return {"step": lambda: loop.train_batch(batch), "passes": passes}
 
 
+def measure(base: FrozenModel, method: str, nmse: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Time a step and its passes in turn; return the medians and their ratio."""
+    torch.manual_seed(0)
+    layer = {"method": method, "sparsity": {"kind": "topk", "k": args.k}}
+    seconds = medians(steps(base, layer, args.expansion, args.contexts, args.context, nmse), args.repeats)
+    about = {"model": base.source, "method": method, "nmse": nmse, "tokens": args.contexts * args.context}
+    return about | {"seconds": seconds, "ratio": seconds["step"] / seconds["passes"]}
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-llama")
-    parser.add_argument("--method", default="mxd")
+    parser.add_argument("--models", nargs="+", default=["tiny-llama", "tiny-gpt2"])
+    parser.add_argument("--methods", nargs="+", default=["mxd", "transcoder"])
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--expansion", type=int, default=8)
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--nmse", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--nmse", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help=f"exit 1 where a step takes over {MOST} x the passes")
     args = parser.parse_args()
     keep_freed_memory()
-    torch.manual_seed(0)
-    base = load_frozen(args.model)
-    layer = {"method": args.method, "sparsity": {"kind": "topk", "k": args.k}}
-    timed = steps(base, layer, args.expansion, args.contexts, args.context, args.nmse)
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    peaks = {}
-    for repeat in range(args.repeats + 1):
-        for name, step in timed.items():
-            begin = time.perf_counter()
-            step()
-            if repeat:
-                times[name].append(time.perf_counter() - begin)
-            peaks.setdefault(name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    ratio = seconds["step"] / seconds["passes"]
-    tokens = args.contexts * args.context
-    what = f"{args.model}, {args.method}, K = {args.k}, NMSE {args.nmse:g}"
-    print(f"{what}, {tokens} tokens a step, {torch.get_num_threads()} threads")
-    for name, value in seconds.items():
-        print(f"{name}: {value:.3f} s, {tokens / value:,.0f} tokens/s, peak so far {peaks[name]:,.0f} MiB")
-    print(f"step / passes: {ratio:.3f}")
+    print(f"K = {args.k}, {args.contexts * args.context:,} tokens a step, {torch.get_num_threads()} threads\n")
+    print("| model | method | NMSE | step, s | passes, s | step / passes |\n|---|---|---|---|---|---|")
+    rows = []
+    for name in args.models:
+        base = load_frozen(name)
+        for method, nmse in itertools.product(args.methods, args.nmse):
+            rows.append(measure(base, method, nmse, args))
+            seconds = " | ".join(f"{value:.3f}" for value in rows[-1]["seconds"].values())
+            print(f"| {name} | {method} | {nmse:g} | {seconds} | {rows[-1]['ratio']:.2f} |", flush=True)
     if args.json:
-        found = {"arguments": vars(args) | {"json": None}, "seconds": seconds, "peak_mib": peaks, "ratio": ratio}
-        args.json.write_text(json.dumps(found | {"versions": versions()}, indent=2, default=str) + "\n")
-    if args.check and ratio > MOST:
-        print(f"a step takes {ratio:.2f} x its passes, at most {MOST} was wanted")
-        sys.exit(1)
+        machine = {"threads": torch.get_num_threads()}
+        found = {"machine": machine, "versions": versions(), "k": args.k, "rows": rows}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.check:
+        slow = [row for row in rows if row["ratio"] > MOST]
+        lines = [f"{row['model']}, {row['method']}, NMSE {row['nmse']:g}: {row['ratio']:.2f}" for row in slow]
+        conclude([f"{line} x the passes, at most {MOST}" for line in lines])
 
 
 if __name__ == "__main__":

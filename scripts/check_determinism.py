@@ -4,8 +4,8 @@
     python scripts/check_determinism.py --device cuda --training.deterministic true
 
 Trains one replacement of every method, random K among them, and asks all of mxd's questions about them. Times and rates
-are left out; all other numbers, texts and tensors must be equal. Exit code 1 where one differs. More options are
-overrides of the config.
+are left out; all other numbers, texts and tensors must be equal. Exit code 1 where one differs; `--json` names
+each file. More options are overrides of the config.
 """
 
 import argparse
@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from goals import conclude
+
+from mxd.artifacts.provenance import versions
 
 TIMED = {"seconds", "tokens_per_second", "step_seconds", "out", "run_id"}
 """Fields that say how long something took, the run's folder, and its name."""
@@ -86,15 +89,18 @@ def main() -> None:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write what was compared")
     asked, overrides = parser.parse_known_args()
     print(f"device {asked.device}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mxd-twice-") as work:
         first, second = (once(Path(work, name), asked.device, overrides) for name in ("a", "b"))
     different = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
-    for name in different:
-        print(f"differs: {name}")
-    print(f"{len(first)} files, {len(first) - len(different)} the same bit by bit")
-    sys.exit(1 if different or not first else 0)
+    same = sorted(first.keys() - set(different))
+    if asked.json:
+        found = {"device": asked.device, "overrides": overrides, "same": same, "different": different}
+        asked.json.write_text(json.dumps({"versions": versions(), **found}, indent=1) + "\n")
+    print(f"{len(first)} files, {len(same)} the same bit by bit")
+    conclude([f"differs: {name}" for name in different] or ["nothing was written"] * (not first), "none differs")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 Dependencies are installed once, in the versions of constraints.txt; then each archive takes the place of the last.
 """
 
+import argparse
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
@@ -46,6 +46,9 @@ def use(bin_: Path, folder: Path, version: str) -> None:
 
 def main() -> None:
     """Try every archive that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archives", nargs="+", type=Path, help="wheels and source distributions")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         venv.create(folder / "env", with_pip=True)
@@ -53,7 +56,7 @@ def main() -> None:
         pip = (bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         (torch,) = re.findall(r"^torch==.*$", CONSTRAINTS.read_text(), re.MULTILINE)
         run(*pip, torch, folder=folder)  # alone and pinned, as in the Makefile
-        for number, archive in enumerate(Path(word).resolve() for word in sys.argv[1:]):
+        for number, archive in enumerate(path.resolve() for path in args.archives):
             again = ("--force-reinstall", "--no-deps") if number else ("-c", CONSTRAINTS)
             run(*pip, *again, archive, folder=folder)
             (tried := folder / str(number)).mkdir()

@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from goals import conclude
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -133,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", nargs="*", choices=[[], *PEERS], help=f"of: {', '.join(PEERS)}; all by default")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "mxd-interop", help="installed peers")
+    parser.add_argument("--json", type=Path, help="write the checks")
     args = parser.parse_args()
     results_of = {name: run(PEERS[name], args.cache) for name in args.peers or PEERS}
     width = max((len(check["check"]) for checks in results_of.values() for check in checks), default=5)
@@ -141,7 +144,10 @@ def main() -> None:
         for check in checks:
             number = f"{check['difference']:10.2g} {check['limit']:8.2g}"
             print(f"{name:16} {check['check']:{width}} {number} {'ok' if check['ok'] else 'FAILED'}")
-    sys.exit(0 if all(checks and all(check["ok"] for check in checks) for checks in results_of.values()) else 1)
+    if args.json:
+        args.json.write_text(json.dumps(results_of, indent=1) + "\n")
+    wrong = [f"{name}: {check['check']}" for name, checks in results_of.items() for check in checks if not check["ok"]]
+    conclude([*wrong, *(f"{name}: no check ran" for name, checks in results_of.items() if not checks)], "all agree")
 
 
 def run(peer: Peer, cache: Path) -> list[dict]:

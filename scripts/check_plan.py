@@ -18,6 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from goals import conclude
+
 MOST = 0.15
 """By how much a peak may differ from the plan."""
 
@@ -144,8 +146,7 @@ def main() -> None:
         machine = {"processor": platform.processor() or platform.machine(), "system": platform.platform()}
         args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
     if args.check:
-        print("\n".join(wrong) or f"every plan is within {MOST:.0%}")
-        sys.exit(1 if wrong else 0)
+        conclude(wrong, f"every plan is within {MOST:.0%}")
 
 
 if __name__ == "__main__":

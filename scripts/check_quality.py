@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from unittest import mock
 
 import torch
 from bench_run import candidates
+from goals import conclude
 from step_floor import step_cost
 from torch import Tensor
 
@@ -197,8 +197,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"config": config.model_dump(mode="json"), "rows": rows}, indent=2) + "\n")
     if args.check:
-        print("\n".join(worse) or f"\nevery path is within the noise of {args.paths[0]}")
-        sys.exit(1 if worse else 0)
+        conclude(worse, f"\nevery path is within the noise of {args.paths[0]}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from goals import conclude
+
 MOST = 1.5
 """By how much model and measurement may differ, as a factor."""
 
@@ -152,8 +154,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=2) + "\n")
     if args.check:
-        print("\n".join(wrong) or f"every loss is within {SAME}, every time within a factor of {MOST}")
-        sys.exit(1 if wrong else 0)
+        conclude(wrong, f"every loss is within {SAME}, every time within a factor of {MOST}")
 
 
 if __name__ == "__main__":

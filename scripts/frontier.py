@@ -1,6 +1,6 @@
 """Finished runs of `mxd compare` (configs/frontier.yaml) as one JSON file, as tables and as figures.
 
-    python scripts/frontier.py RUN [RUN ...] [--json FILE] [--figure FILE.png] [--markdown]
+    python scripts/frontier.py RUN [RUN ...] [--json FILE] [--figure FILE.png] [--markdown] [--check]
 
 Runs that differ in nothing but their seed are averaged: layers are matched by the names of their folders, and a run may
 hold other layers than another. Others (another model, block, text, number of tokens, recipe) stand in groups of their
@@ -16,6 +16,8 @@ mean of the runs' own, for they read the same text.
 `--markdown` prints the tables: by K, and by CE increase within; a layer without a K stands with the K nearest to its
 L0. `--figure FILE.png` writes FILE-l0.png, FILE-decomposition.png and FILE-cost.png; of several groups FILE-2-l0.png
 and so on. Points are means; bars are ranges over the seeds, of a single seed standard errors.
+
+`--check` names each K at which no MxD is within two standard errors of the lowest CE increase on the same contexts.
 """
 
 import argparse
@@ -26,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from goals import conclude
 
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
@@ -241,6 +245,19 @@ class Group:
                 row.values = {key: values for key, values in row.values.items() if key not in (ABOVE.key, ABOVE_SE.key)}
                 if row is not best and (difference := _difference(row, best)):
                     row.values[ABOVE.key], row.values[ABOVE_SE.key] = [difference.value], [difference.standard_error]
+
+    def behind(self) -> list[str]:
+        """Return at which K the best MxD's CE increase is above the best layer's by more than two standard errors."""
+        lines = []
+        for k in self.ks:
+            best, *others = [row for row in self.sorted if row.near(self.ks) == k and not row.replacement.floor]
+            first = next((row for row in (best, *others) if row.layer.config.method == "mxd"), best)
+            where = f"{self.title}, K = {k}"
+            if first is not best and ABOVE.key not in first.values:
+                lines.append(f"{where}: not compared, since the losses of the contexts were not kept")
+            elif first is not best and first.mean(ABOVE) > 2 * first.mean(ABOVE_SE):
+                lines.append(f"{where}: MxD is {first.shown(ABOVE)} nats above {best.replacement.line}")
+        return lines
 
     @property
     def ks(self) -> list[int]:
@@ -466,9 +483,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="write the figures beside this name")
     parser.add_argument("--markdown", action="store_true", help="print the tables")
+    parser.add_argument("--check", action="store_true", help="exit 1 and name the K at which MxD is behind")
     args = parser.parse_args()
-    if not (args.json or args.figure or args.markdown):
-        raise SystemExit("nothing to do: give --json FILE, --figure FILE.png or --markdown.")
+    if not (args.json or args.figure or args.markdown or args.check):
+        raise SystemExit("nothing to do: give --json FILE, --figure FILE.png, --markdown or --check.")
     try:
         groups: dict[str, Group] = {}
         for folder in args.runs:
@@ -478,6 +496,9 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     if args.markdown:
         print("\n".join(group.markdown() for group in groups.values()), end="")
+    if args.check:
+        behind = [line for group in groups.values() for line in group.behind()]
+        conclude(behind, "at no K is MxD above the best layer by two standard errors")
 
 
 def write(groups: Sequence[Group], numbers: Path | None, figure: Path | None) -> None:

@@ -1,11 +1,14 @@
 """How polysemantic units are against their number: a table over seeds, and a figure.
 
-    python scripts/polysemanticity.py RUN [RUN ...] [--file ablation.json] [--json FILE] [--figure FILE]
+    python scripts/polysemanticity.py RUN [RUN ...] [--file ablation.json] [--json FILE] [--figure FILE] [--check]
 
 Each run holds the file that `mxd ablate RUN` wrote and `faithfulness.json` of `mxd evaluate RUN`; runs are of one
 config and differ in their seed. After figures 3 and 20 of the muMoE paper; each number is the mean over the runs, with
 the range of the polysemanticity. Beside it stand what as many random coefficients give, and how many units are beyond
 that: without them a p near 1 may mean that a unit serves all classes, or none.
+
+`--check` names the layers whose p does not fall from the fewest to the most units, as the paper's does, or is not below
+that of random coefficients at the most.
 
 `--json` writes a list of rows: `layer`, `gate`, `num_units`, `runs` and `metrics`: key -> `mean`, `low`, `high`.
 """
@@ -16,6 +19,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from goals import conclude
 
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
@@ -102,6 +107,27 @@ def cells(row: dict[str, Any]) -> list[str]:
     return line
 
 
+def lines_of(table: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the rows by layer and gate, each by its number of units; neurons are left out."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in (row for row in table if row["layer"] != NEURONS):
+        found.setdefault((row["layer"], row["gate"]), []).append(row)
+    return found
+
+
+def missed(table: Sequence[dict[str, Any]]) -> list[str]:
+    """Return whose p does not fall with the number of units, or is not below its control."""
+    lines = []
+    for (layer, gate), of_line in lines_of(table).items():
+        few, many = (row["metrics"]["polysemanticity"]["mean"] for row in (of_line[0], of_line[-1]))
+        control, units = of_line[-1]["metrics"]["control"]["mean"], of_line[-1]["num_units"]
+        if many >= few:
+            lines.append(f"{layer}, {gate}: p {few:.3f} of the fewest units, {many:.3f} of {units:,}")
+        if many >= control:
+            lines.append(f"{layer}, {gate}: p {many:.3f} of {units:,} units, {control:.3f} of random coefficients")
+    return lines
+
+
 def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw mean p against the number of units, with its range over runs; dashed: random coefficients."""
     import matplotlib
@@ -110,9 +136,7 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    lines = dict.fromkeys((row["layer"], row["gate"]) for row in table if row["layer"] != NEURONS)
-    for number, (layer, gate) in enumerate(lines):
-        of_line = [row for row in table if (row["layer"], row["gate"]) == (layer, gate)]
+    for number, ((layer, gate), of_line) in enumerate(lines_of(table).items()):
         units = [row["num_units"] for row in of_line]
         p = [row["metrics"]["polysemanticity"] for row in of_line]
         ends = [[v["mean"] - v["low"] for v in p], [v["high"] - v["mean"] for v in p]]
@@ -145,6 +169,7 @@ def main() -> None:
     parser.add_argument("--file", default="ablation.json", help="what `mxd ablate` wrote in each")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--figure", type=Path, help="draw them, as .png or .svg")
+    parser.add_argument("--check", action="store_true", help="exit 1 where p does not fall as in the paper")
     args = parser.parse_args()
     table = rows(args.runs, args.file)
     print(markdown(table))
@@ -153,6 +178,8 @@ def main() -> None:
             write_json(file, table)
     if args.figure:
         draw(table, args.figure)
+    if args.check:
+        conclude(missed(table), "p falls with the number of units, and is below that of random coefficients")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from goals import conclude
 from torch import Tensor, nn
 
 from mxd.artifacts.provenance import versions
@@ -32,6 +33,9 @@ from mxd.model.frozen import FrozenModel
 from mxd.model.loading import load_frozen
 
 SHARES = [n / 10 for n in range(1, 11)]
+COSTS = 0.01
+"""What half of the rank or more may cost, as a share of what the model loses without the MLP."""
+
 Cut = Callable[[Tensor, int], Tensor]
 """A matrix and a rank -> a matrix of that rank."""
 
@@ -138,6 +142,19 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             print("| " + " | ".join([*cells, f"{row['ce_zero'] - row['ce_base']:+.4f}"]) + " |")
 
 
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return where half of the rank or more costs much, or a random subspace costs no more than the best."""
+    lines = []
+    for row in rows:
+        where, cost = f"blocks {row['blocks']}, share {row['share']:g}", row["svd"]["ce_increase"]
+        part = cost / (row["ce_zero"] - row["ce_base"])
+        if row["share"] >= 0.5 and part > COSTS:
+            lines.append(f"{where}: {part:.1%} of what the model loses without the MLP, at most {COSTS:.0%}")
+        if row["share"] < 1 and cost >= row["random"]["ce_increase"]:
+            lines.append(f"{where}: a random subspace costs no more")
+    return lines
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,6 +166,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where half of the rank costs over {COSTS:.0%}%%")
     args = parser.parse_args()
     if not all(0 < share <= 1 for share in args.shares):
         parser.error("--shares are above 0 and at most 1")
@@ -160,6 +178,8 @@ def main() -> None:
     if args.json:
         asked = {"model": args.model, "blocks": blocks, "split": args.split, "seed": args.seed, "context": args.context}
         args.json.write_text(json.dumps({"versions": versions(), "asked": asked, "rows": rows}, indent=2) + "\n")
+    if args.check:
+        conclude(missed(rows), f"half of the rank costs at most {COSTS:.0%}, and random subspaces more")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ is the root mean square of the residuals of log y, so 0.05 is 5%.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from goals import conclude
 from jaxtyping import Float
 
 from mxd.common.errors import MxdError
@@ -332,8 +332,7 @@ def main() -> None:
             for row, share in zip(rows, shares, strict=True)
             if share < HELD
         ]
-        print("\n".join(failed) or "every law holds")
-        sys.exit(1 if failed else 0)
+        conclude(failed, "every law holds")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What "Implicit bias in Soft MoE" found, on problems of a few seconds: its theorem, its norm regression, its subsets.
 
-    python scripts/soft_moe.py [--parts theorem norm digits] [--seeds 3] [--quick] [--json FILE]
+    python scripts/soft_moe.py [--parts theorem norm digits] [--seeds 3] [--quick] [--json FILE] [--check]
 
 A Soft MoE layer mixes all tokens of an input, later ones into earlier ones, so it cannot take the place of an MLP in a
 causal model, and is here only: of tokens ``X [m, d]`` with logits ``L = X Phi [m, n]``,
@@ -13,6 +13,10 @@ expert. *norm* (appendix B): regression of ||X||_2, with as many expert paramete
 the best subset, found by trying all with the label at hand; algorithm 1, the k experts with the largest sums of Comb;
 random ones, 10 draws. A search that knows the label also finds subsets for wrong labels: how often it does so for a
 wrong label drawn at random stands beside it. Expert layers have no biases, so counts are as printed: 20 d^2, and 8 d^2.
+
+`--check` names where the paper's findings do not come out: with larger inputs the expert sees a smaller difference;
+more experts have a lower error; algorithm 1 is above random subsets by two of their standard deviations; and a subset
+for a wrong label is found for at most half as many images as one for the right label.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from goals import conclude
 from torch import Tensor, nn
 
 from mxd.artifacts.provenance import versions
@@ -172,6 +177,35 @@ def subsets(layer: SoftMoE, head: nn.Linear, x: Tensor, y: Tensor, ks: list[int]
     return found
 
 
+def missed(found: dict[str, Any]) -> list[str]:
+    """Return where a finding of the paper does not come out."""
+    lines = []
+    for one, other in itertools.pairwise(found.get("theorem", [])):
+        if one["phi_1"] == other["phi_1"] and not other["expert"] < one["expert"]:
+            lines.append(f"theorem, Phi_1 = {one['phi_1']:g}: no smaller difference at a = {other['a']:g}")
+    for one, other in itertools.pairwise(found.get("norm", [])):
+        few, more = (np.mean([run["last"] for run in row["runs"]]) for row in (one, other))
+        if one["m"] == other["m"] and not more < few:
+            where = f"norm, {one['m']} x {one['d']}"
+            lines.append(f"{where}: error {more:.3f} of {other['n']} experts, {few:.3f} of {one['n']}")
+    for row in found.get("digits", []):
+        for k in row["runs"][0]["k"]:
+            mean = means(row["runs"], k)
+            where = f"digits, {k} of {row['n']}"
+            if "z" in mean and mean["z"] < 2:
+                lines.append(f"{where}: algorithm 1 is {mean['z']:+.1f} deviations above random subsets")
+            if "best" in mean and mean["best_wrong"] > mean["best"] / 2:
+                lines.append(f"{where}: a subset for a wrong label is found in {mean['best_wrong']:.0%} of images")
+    return lines
+
+
+def means(runs: list[dict[str, Any]], k: str) -> dict[str, float]:
+    """Return the means over the seeds of what all of them have."""
+    every = [run["k"][k] for run in runs]
+    values = {key: [one[key] for one in every] for key in every[0]}
+    return {key: float(np.mean(of_key)) for key, of_key in values.items() if None not in of_key}
+
+
 def show_theorem(rows: list[dict[str, float]]) -> None:
     """Print the inputs' distances."""
     print("| Phi_1 | a | norms apart | expert inputs apart |\n|---|---|---|---|")
@@ -198,11 +232,7 @@ def show_digits(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         n, runs = row["n"], row["runs"]
         for k in runs[0]["k"]:
-            mean = {
-                key: np.mean([run["k"][k][key] for run in runs])
-                for key, value in runs[0]["k"][k].items()
-                if value is not None and all(run["k"][k][key] is not None for run in runs)
-            }
+            mean = means(runs, k)
             share = n // int(k)
             best = [
                 f"{mean['best']:.1%}" + _paper("best", n, share) if "best" in mean else "-",
@@ -239,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 and name the findings that do not come out")
     args = parser.parse_args()
     found: dict[str, Any] = {"versions": versions(), "seeds": args.seeds, "published": PUBLISHED}
     if "theorem" in args.parts:
@@ -272,6 +303,8 @@ def main() -> None:
         show_digits(found["digits"])
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.check:
+        conclude(missed(found), "every finding comes out")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ fails where `--method` is not below `--beside` by two standard errors, and names
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from goals import conclude
 
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
@@ -144,10 +145,9 @@ def main() -> None:
         draw(rows, names, args.figure)
     if args.check:
         above = [row for row in rows if row["difference"] + 2 * row["difference_se"] >= 0]
-        places = ", ".join(f"block {row['block']} K = {row['k']}" for row in above)
-        says = f"{args.method} is not below {args.beside} by two standard errors at {places}"
-        print(says if above else f"{args.method} is below {args.beside} everywhere")
-        sys.exit(1 if above else 0)
+        places = [f"block {row['block']}, K = {row['k']}" for row in above]
+        says = f"{args.method} is not below {args.beside} by two standard errors"
+        conclude([f"{place}: {says}" for place in places], f"{args.method} is below {args.beside} everywhere")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Which initialisation and recipe make an MxD that is faithful and a decomposition? The study of docs/recipes.md.
 
-    python scripts/study_recipes.py [--settings NAME ...] [--seeds 3] [--split validation] [--json FILE]
+    python scripts/study_recipes.py [--settings NAME ...] [--seeds 3] [--split validation] [--json FILE] [--check]
 
 Trains an MxD (tiny-gpt2, block 2, K = 32) under each setting, all seeds of a setting from one stream, and measures on
 held-out text both how faithful it is and what it is made of (docs/evaluation.md, the account). `--set` changes the
 config, for example `--set blocks=[0] model.source=tiny-llama`.
+
+`--check` tells whether `fast` has the error of `short, all tokens`, and is as little of a transcoder: its error with
+fixed directions, beside its error, is at least nine tenths of the other's.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from check_quality import held_out_activations, pairs
+from goals import conclude
 from torch import Tensor
 
 from mxd.common.errors import MxdError
@@ -136,6 +140,12 @@ SETTINGS = {
 }
 """What the study compares."""
 
+CHECKED = ("fast", "short, all tokens")
+"""A setting, and the one whose error it is to have."""
+
+KEPT = 0.9
+"""The least share of ``fixed / NMSE`` that it may have of the other's."""
+
 
 def configure(setting: Setting, changes: list[str]) -> RunConfig:
     """Return the run of one setting."""
@@ -178,11 +188,29 @@ def measure(trainee: Trainee, x: Tensor, y: Tensor) -> dict[str, float]:
     return {key: report[key] for key in METRICS}
 
 
+def fixed_beside_error(seeds: list[dict[str, float]]) -> float:
+    """Return the error with fixed directions beside the error, the mean over the seeds."""
+    return statistics.mean(seed["nmse_fixed_directions"] / max(seed["normalized_mse"], 1e-30) for seed in seeds)
+
+
+def missed(results: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Return in what the setting that is checked is behind the other."""
+    one, other = (results[name] for name in CHECKED)
+    errors = [statistics.mean(seed["normalized_mse"] for seed in seeds) for seeds in (one, other)]
+    ratios = [fixed_beside_error(seeds) for seeds in (one, other)]
+    lines = []
+    if errors[0] > errors[1]:
+        lines.append(f"{CHECKED[0]}: NMSE {errors[0]:.5f}, {errors[1]:.5f} of {CHECKED[1]}")
+    if ratios[0] < KEPT * ratios[1]:
+        lines.append(f"{CHECKED[0]}: fixed / NMSE {ratios[0]:.2f}, {ratios[1]:.2f} of {CHECKED[1]}")
+    return lines
+
+
 def row(name: str, tokens: int, seeds: list[dict[str, float]]) -> str:
     """Return one line of the table: means over the seeds, and the range of the error."""
     mean: dict[str, Any] = {key: statistics.mean(seed[key] for seed in seeds) for key in METRICS}
     error, errors = mean["normalized_mse"], [seed["normalized_mse"] for seed in seeds]
-    ratio = statistics.mean(seed["nmse_fixed_directions"] / max(seed["normalized_mse"], 1e-30) for seed in seeds)
+    ratio = fixed_beside_error(seeds)
     shares = " | ".join(f"{mean[share]:.3f}" for share in SHARES)
     return (
         f"| {name} | {tokens:,} | {error:.5f} ({min(errors):.5f} to {max(errors):.5f}) | {ratio:.2f} | "
@@ -199,9 +227,12 @@ def main() -> None:
     parser.add_argument("--split", default="validation")
     parser.add_argument("--held-out", type=int, default=32_768, help="held-out tokens")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where {CHECKED[0]} is behind {CHECKED[1]}")
     args = parser.parse_args()
     if unknown := set(args.settings) - set(SETTINGS):
         raise SystemExit(f"no settings {sorted(unknown)}; choose from: {'; '.join(SETTINGS)}")
+    if args.check and not set(CHECKED) <= set(args.settings):
+        parser.error(f"--check needs the settings {' and '.join(CHECKED)}")
     try:
         configs = {name: configure(SETTINGS[name], args.set) for name in args.settings}
     except MxdError as error:
@@ -219,6 +250,8 @@ def main() -> None:
         print(row(name, config.training.steps * config.training.batch_tokens, results[name]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(results, indent=2) + "\n")
+    if args.check:
+        conclude(missed(results), f"{CHECKED[0]} is not behind {CHECKED[1]}")
 
 
 if __name__ == "__main__":

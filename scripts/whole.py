@@ -1,6 +1,6 @@
 """What tuning does to wholly replaced models: a table of what `mxd evaluate RUN --together` found before and after.
 
-    python scripts/whole.py separate=RUN,RUN,RUN tuned=RUN,RUN,RUN [...] [--json FILE] [--markdown]
+    python scripts/whole.py separate=RUN,RUN,RUN tuned=RUN,RUN,RUN [...] [--json FILE] [--markdown] [--check]
 
 Each stage is a name and its runs, one for each seed, in the same order in all stages; a run holds
 `faithfulness-together.json`, measured on the same text in all. Where sets were trained apart, RUN+RUN joins the
@@ -10,6 +10,9 @@ folders of one seed. Numbers are means over the runs, with their range.
 they replace is told on the base model's own inputs, block by block: NMSE, averaged over blocks; `mean gate` and
 `fixed`, the least that `nmse_mean_gate / nmse` and `nmse_fixed_directions / nmse` of any block are of what they were in
 the first stage; and the largest share of dead units of any block.
+
+`--check` names each set and stage whose CE increase is not below the first stage's in every run, or that keeps less
+than nine tenths of `mean gate` or `fixed` in any.
 
 `--json` writes a list of rows, one for each set of layers and stage, with `set`, `stage`, `model`, `runs` and
 `metrics`: key -> `mean`, `low`, `high` over the runs.
@@ -21,6 +24,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from goals import conclude
 
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
@@ -43,6 +48,9 @@ COLUMNS = {
 
 RANGED = ("ce_increase", "kl")
 """Metrics whose range over the runs is shown."""
+
+KEPT = 0.9
+"""The least of a block's ``mean gate`` and ``fixed`` that a stage may leave."""
 
 
 def read(folders: Folders) -> Result:
@@ -140,6 +148,19 @@ def cells(row: dict[str, Any]) -> list[str]:
     return line
 
 
+def missed(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return where a stage is no nearer to the base model than the first, or describes its MLPs less well."""
+    lines = []
+    for row in (row for row in found if row["stage"] != found[0]["stage"]):
+        where, metrics = f"{row['set']}, {row['stage']}", row["metrics"]
+        if (most := metrics["beside_first"]["high"]) >= 1:
+            lines.append(f"{where}: CE increase {most:.2f} x that of the first stage")
+        for key in ("nmse_mean_gate", "nmse_fixed_directions"):
+            if (least := metrics[key]["low"]) < KEPT:
+                lines.append(f"{where}: {COLUMNS[key][0]} {least:.2f} of the first stage's, at least {KEPT:.2f}")
+    return lines
+
+
 def stage(word: str) -> tuple[str, list[Folders]]:
     """Parse NAME=RUN,RUN+RUN."""
     name, separator, runs = word.partition("=")
@@ -154,15 +175,18 @@ def main() -> None:
     parser.add_argument("stages", nargs="+", type=stage, metavar="NAME=RUN,RUN")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--markdown", action="store_true", help="print the table")
+    parser.add_argument("--check", action="store_true", help="exit 1 and name what a stage does not better, or spoils")
     args = parser.parse_args()
-    if not (args.json or args.markdown):
-        raise SystemExit("nothing to do: give --json FILE or --markdown.")
+    if not (args.json or args.markdown or args.check):
+        raise SystemExit("nothing to do: give --json FILE, --markdown or --check.")
     found = list(rows(dict(args.stages)))
     if args.json:
         with whole_file(args.json) as file:
             write_json(file, found)
     if args.markdown:
         print(markdown(found))
+    if args.check:
+        conclude(missed(found), "every stage is nearer to the base model, and describes its MLPs as well")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from mxd.ops import reference
 from mxd.training.step import Trainee
 
 SCRIPTS = Path(mxd.__file__).parent.parent / "scripts"
+sys.path.append(str(SCRIPTS))  # where scripts find each other
 
 
 def script(name: str) -> ModuleType:
@@ -57,16 +58,31 @@ def test_bench_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["stream"] > 0 < found["text"]
 
 
+def test_bench_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    module = script("bench_cache")
+    monkeypatch.setattr(module, "BATCH", 64)
+    monkeypatch.setattr(module, "WINDOW", 2)
+    file, words = tmp_path / "found.json", ["--tokens", "1024", "--width", "4", "--folder", str(tmp_path)]
+    for fast, code in ((0, "0"), (10**12, "1")):
+        monkeypatch.setattr(module, "FAST", fast)
+        monkeypatch.setattr(sys, "argv", ["bench_cache", *words, "--json", str(file), "--check"])
+        with pytest.raises(SystemExit, match=code):
+            module.main()
+    found = json.loads(file.read_text())
+    assert all(found[dtype][way] > 0 for dtype in ("float32", "float16", "bfloat16") for way in module.READ)
+    assert "bfloat16, mixed: " in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.long
 def test_bench_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = "--model tiny-gpt2 --expansion 6 --contexts 1 --context 16 --repeats 1 --k 4 --nmse 1"
-    found = run(monkeypatch, tmp_path, "bench_tune", *words.split())
-    assert found["ratio"] == found["seconds"]["step"] / found["seconds"]["passes"] > 0
+    words = "--models tiny-gpt2 --methods mxd --expansion 6 --contexts 1 --context 16 --repeats 1 --k 4"
+    plain, with_nmse = run(monkeypatch, tmp_path, "bench_tune", *words.split())["rows"]
+    assert (plain["nmse"], with_nmse["nmse"]) == (0, 1) and plain["tokens"] == 16
+    assert plain["ratio"] == plain["seconds"]["step"] / plain["seconds"]["passes"] > 0
 
 
 @pytest.mark.long
 def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
     methods = "replacements=[{method:transcoder,sparsity:{kind:topk,k:[16,64]}}]".replace(":", ": ")
     dense, plain = reference.topk_linear, []
@@ -95,7 +111,6 @@ def test_check_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_study_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     fields = "training.tokens=256 training.batch_tokens=128 training.buffer_tokens=256"
     words = f"--seeds 2 --held-out 256 --set {fields} --settings".split()
     names = ["fast", "fast, as a transcoder", "whole base", "paper's start, penalty 0.001", "fast, paper's start"]
@@ -105,6 +120,19 @@ def test_study_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert disguised["nmse_fixed_directions"] == pytest.approx(disguised["normalized_mse"], rel=0.01)
     assert disguised["stable_rank"] < 1.1 < fast["stable_rank"]
     assert paper != penalised
+    with pytest.raises(SystemExit, match="2"):  # that which it is compared with is not among them
+        run(monkeypatch, tmp_path, "study_recipes", *words, "fast", "--check")
+
+
+def test_fast_is_checked_against_the_recipe_that_it_stands_for() -> None:
+    module = script("study_recipes")
+    fast, short = ([{"normalized_mse": e, "nmse_fixed_directions": 4 * e}] for e in (0.1, 0.2))
+    assert module.missed({"fast": fast, "short, all tokens": short}) == []
+    (line,) = module.missed({"fast": short, "short, all tokens": fast})
+    assert line == "fast: NMSE 0.20000, 0.10000 of short, all tokens"
+    disguised = [{"normalized_mse": 0.1, "nmse_fixed_directions": 0.35}]
+    (line,) = module.missed({"fast": disguised, "short, all tokens": short})
+    assert line == "fast: fixed / NMSE 3.50, 4.00 of short, all tokens"
 
 
 def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,7 +206,6 @@ def test_a_part_of_bench_gpu_that_fails_costs_no_other(monkeypatch: pytest.Monke
 
 def test_bench_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The base model is the base model and the spliced one has all blocks replaced, in turn."""
-    monkeypatch.syspath_prepend(SCRIPTS)
     seen = []
     monkeypatch.setattr("mxd.evaluation.generation.greedy", lambda model, prompts, n, batch: seen.append(
         (len(prompts), len(prompts[0]), n, batch, [type(model.mlp(b)).__name__ for b in range(model.num_blocks)])
@@ -248,6 +275,8 @@ def test_frontier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeds: list[P
     faithful = "| 8 | 8.0 | 0.0100 (0.0050 to 0.0150) | 0.100 | +0.0200 ± 0.0010 | 0.0200 | 3.5 |"
     assert f"| TC (topk), k8 | 120 {faithful}" in text and "| TC (batch topk), batchk8 | 120 | – | 8.0 |" in text
     assert "| NMSE (range) |" in text and "tokens agreed ± s.e. |" in text
+    with pytest.raises(SystemExit, match="0"):  # MxD is the best of both K
+        run(monkeypatch, tmp_path, "frontier", *map(str, seeds), "--check")
 
 
 def test_frontier_takes_runs_apart_that_cannot_be_averaged(tmp_path: Path, seeds: list[Path]) -> None:
@@ -303,6 +332,16 @@ def test_frontier_compares_layers_on_the_same_contexts_and_seeds(seeds: list[Pat
             expected = np.sqrt(4 / 3 * (residuals**2).sum()) / sum(tokens)
             assert row.mean(module.ABOVE_SE) == pytest.approx(expected)
             assert row.shown(module.ABOVE) == f"{mean:+.4f} ± {expected:.4f}"
+    mxd, tc = group.rows["block1-mxd-k8"], group.rows["block1-tc-k8"]
+    mxd.values["ce_increase"], mxd.values[module.ABOVE.key], mxd.values[module.ABOVE_SE.key] = [9.0], [0.5], [0.25]
+    at_8 = [line for line in group.behind() if "K = 8" in line]
+    mxd.values[module.ABOVE.key] = [0.51]
+    (line,) = [line for line in group.behind() if "K = 8" in line]
+    assert not at_8 and line.startswith("made-up, block 1, 409,600 tokens, K = 8: MxD is +0.5100 ± 0.2500 nats above ")
+    del mxd.values[module.ABOVE.key]
+    assert any("K = 8: not compared" in line for line in group.behind())
+    tc.values["ce_increase"], mxd.values["ce_increase"] = [0.0], [-1.0]
+    assert not any("K = 8" in line for line in group.behind())
 
 
 @pytest.mark.long
@@ -331,7 +370,6 @@ def test_frontier_draws_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def bench_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
     module = script("bench_step")
     monkeypatch.setattr(module, "SHAPES", {"toy": MLPShape(16, 12, 32, "silu", True)})
     monkeypatch.setattr(module, "TOKENS", 256)
@@ -385,6 +423,14 @@ def test_bench_step_of_every_layer(bench_step: ModuleType) -> None:
         assert line.endswith("2.00" if "Monet" in line else "1.30")
 
 
+def test_goals_of_a_shape_stand_in_place_of_the_usual_ones() -> None:
+    module = script("bench_step")
+    row = {"layer": "STC", "seconds": {"train": 0.34, "sparsify": 9.0}, "peak_bytes": {"train": 1, "sparsify": 2}}
+    row |= {"floors": {"train": {"products": 1.0, "floor": 1.0}}}
+    assert module.missed(row | {"shape": "gpt2"}) == ["gpt2 STC: 0.34 x floor, at most 0.33"]
+    assert module.missed(row | {"shape": "smollm2"}) == []
+
+
 def together(folder: Path, increase: float, nmse: tuple[float, float], gate: tuple[float, float]) -> Path:
     """A run whose set was measured."""
     blocks = {
@@ -417,6 +463,16 @@ def test_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     assert [(row["set"], row["runs"]) for row in rows] == [
         (name, [f"{first[0]}+{apart.parent}"]) for name in ("mxd-k8", "tc-k8")
     ]
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, tmp_path, "whole", *stages, "--check")
+    assert capsys.readouterr().out.splitlines() == [
+        "mxd-k8, tuned: CE increase 1.00 x that of the first stage",
+        "mxd-k8, tuned: mean gate 0.75 of the first stage's, at least 0.90",
+    ]
+    better = together(tmp_path / "d", 0.1, (0.1, 0.2), (0.4, 0.4))
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, tmp_path, "whole", f"separate={first[0]}", f"tuned={better}", "--check")
 
 
 def test_whole_refuses_what_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -491,6 +547,28 @@ def test_soft_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> No
     assert "(46.6%)" in out and "| 2 x 5 | 10 |" in out
 
 
+def test_findings_of_soft_moe_that_do_not_come_out_are_named() -> None:
+    module = script("soft_moe")
+    inputs, errors = ((1, 3, 0.2), (1, 9, 0.1), (0, 3, 0.1)), ((2, 1, 2.0), (2, 2, 1.0), (5, 1, 1.5))
+    found = {
+        "theorem": [{"phi_1": phi, "a": a, "expert": apart} for phi, a, apart in inputs],
+        "norm": [{"m": m, "d": 5, "n": n, "runs": [{"last": e}]} for m, n, e in errors],
+        "digits": [
+            {"n": n, "runs": [{"k": {"1": {"z": z, "best": best, "best_wrong": wrong}}}]}
+            for n, z, best, wrong in ((4, 2.0, 0.9, 0.45), (8, 3.0, None, None))
+        ],
+    }
+    assert module.missed(found) == [] == module.missed({})
+    found["theorem"][1]["expert"], found["norm"][1]["runs"][0]["last"] = 0.2, 2.0
+    found["digits"][0]["runs"][0]["k"]["1"] |= {"z": 1.9, "best_wrong": 0.46}
+    assert [line.split(": ")[0] for line in module.missed(found)] == [
+        "theorem, Phi_1 = 1",
+        "norm, 2 x 5",
+        "digits, 1 of 4",
+        "digits, 1 of 4",
+    ]
+
+
 def test_cut_weights_are_the_best_of_their_rank_and_the_control_is_not() -> None:
     """Eckart and Young: what is lost is the singular values left out, in NumPy's numbers; the control loses more."""
     import torch
@@ -533,6 +611,20 @@ def test_rank_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> 
     assert "| all | 0.25 |" in capsys.readouterr().out
 
 
+def test_what_half_of_the_rank_costs_is_checked() -> None:
+    module = script("rank_study")
+
+    def row(share: float, cost: float, control: float) -> dict:
+        kinds = {"svd": {"ce_increase": cost}, "random": {"ce_increase": control}}
+        return {"blocks": "2", "share": share, "ce_base": 3.0, "ce_zero": 4.0} | kinds
+
+    assert module.missed([row(0.25, 0.4, 0.5), row(0.5, 0.01, 0.2), row(1, 0.0, 0.0)]) == []
+    assert module.missed([row(0.5, 0.02, 0.2)]) == [
+        "blocks 2, share 0.5: 2.0% of what the model loses without the MLP, at most 1%"
+    ]
+    assert module.missed([row(0.25, 0.4, 0.4)]) == ["blocks 2, share 0.25: a random subspace costs no more"]
+
+
 def test_all_maps_of_an_mlp_are_cut() -> None:
     """By hand, from the module's own weights; the biases stay."""
     import torch
@@ -567,7 +659,6 @@ def test_the_checks_of_formats_write_what_other_tools_are_to_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Peers are installed by hand alone, so this side of the check is tried here."""
-    monkeypatch.syspath_prepend(SCRIPTS)
     from interop.layers import write_cases
     from safetensors.torch import load_file
 

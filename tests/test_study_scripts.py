@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_scripts import SCRIPTS, run, script
+from test_scripts import run, script
 
 import mxd
 
@@ -53,7 +53,8 @@ def test_study_pairs_contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
     assert swapped[0]["difference"] == pytest.approx(-mean)
     with pytest.raises(SystemExit, match="1"):
         run(monkeypatch, tmp_path, "study", *files[:2], "--check")
-    assert "MxD is not below STC by two standard errors at block 3 K = 4, block 3 K = 8" in capsys.readouterr().out
+    said = "block 3, K = 4: MxD is not below STC by two standard errors\nblock 3, K = 8: MxD is not below STC"
+    assert said in capsys.readouterr().out
     clear = written(tmp_path / "c", layer("MxD", 8, [0.1, 0.2]), layer("STC", 8, [0.3, 0.4]))
     with pytest.raises(SystemExit, match="0"):
         run(monkeypatch, tmp_path, "study", str(clear), "--check")
@@ -93,6 +94,21 @@ def test_polysemanticity_over_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert mxd["metrics"]["control"]["mean"] == 0.9 and mxd["metrics"]["control_largest_drop"]["mean"] == 0.1
     assert "| MxD | k8 | 32 | 0.8000 | 0.625 (0.500 to 0.750) | 0.900 | 50% |" in capsys.readouterr().out
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_polysemanticity_that_does_not_fall_is_named() -> None:
+    module = script("polysemanticity")
+
+    def row(units: int, p: float, control: float = 0.9) -> dict:
+        metrics = {"polysemanticity": {"mean": p}, "control": {"mean": control}}
+        return {"layer": "MxD", "gate": "k8", "num_units": units, "metrics": metrics}
+
+    neurons = row(512, 1.0) | {"layer": "neurons"}
+    assert module.missed([row(32, 0.8), row(64, 0.7), neurons]) == []
+    assert module.missed([row(32, 0.7), row(64, 0.8)]) == ["MxD, k8: p 0.700 of the fewest units, 0.800 of 64"]
+    assert module.missed([row(32, 0.8), row(64, 0.7, control=0.6)]) == [
+        "MxD, k8: p 0.700 of 64 units, 0.600 of random coefficients"
+    ]
 
 
 def test_polysemanticity_of_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
@@ -199,7 +215,6 @@ def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     module = script("measure_candidates")
     torch.manual_seed(0)
     x, weight, bias = torch.randn(16, 8), torch.randn(300, 8), torch.randn(300)
@@ -226,7 +241,6 @@ def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: p
 
 @pytest.mark.long
 def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
     module = script("measure_candidates")
     for name, value in {"TILE": 32, "WIDTH": 16, "UNITS": 512}.items():
         monkeypatch.setattr(module, name, value)
@@ -275,7 +289,7 @@ def test_measure_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     monkeypatch.setattr(module, "medians", lambda ways, repeats: {way: 1.0 + n for n, way in enumerate(ways)})
     with pytest.raises(SystemExit, match="1"):
         module.main()
-    assert "slower than float32: 256 units of 16" in capsys.readouterr().out
+    assert "256 units of width 16: slower than in float32" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["measure_candidates", *words[:-2]])
     with pytest.raises(SystemExit, match="2"):
         module.main()
