@@ -81,7 +81,7 @@ def stop_after(step: int, config: RunConfig, model, resume: bool = False, text=N
         return run.step == step
 
     def stopped(run, stop) -> Interrupted:
-        return Interrupted(f"stopped at step {run.step}")
+        return Interrupted(f"stopped at step {run.step}", "mxd")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "stopping", stopping)

@@ -239,6 +239,7 @@ def test_fields_of_one_section() -> None:
 
 def test_fields_help_names_every_section() -> None:
     text = fields_help()
+    assert text.startswith("Whole numbers may also be written 10k")
     for name in ("--training.tokens", "--data.source", "--model.revision", "--sizing.expansion", "method cp_mumoe"):
         assert name in text
     for line in (

@@ -18,6 +18,7 @@ from mxd.cli.shared import (
     app,
     check_checkpoints,
     configured,
+    same_again,
     save,
     save_table,
     say,
@@ -155,8 +156,8 @@ def compare(config: Path, *overrides: Annotated[str, Parameter(allow_leading_hyp
     from mxd.evaluation.compare import compare as run
     from mxd.report.page import write_report
 
-    folder = run(parsed)
-    page, twin = write_report(folder)
+    with same_again():
+        page, twin = write_report(run(parsed))
     say(f"page:     {page}\nmarkdown: {twin}")
 
 

@@ -36,7 +36,7 @@ def fields_help(section: str = "") -> str:
             parts.append(f"{tag} {name}" + ("" if own else " has no field of its own"))
             parts += _helped(config, f"{title}.", own)
     if not section:
-        return "\n\n".join(parts)
+        return "\n\n".join(["Whole numbers may also be written 10k, 1.5M or 1e6.", *parts])
     start = f"--{section}"  # and what heads such a field
     found = [
         part

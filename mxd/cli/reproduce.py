@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from mxd.cli.shared import app, say, show
+from mxd.cli.shared import app, same_again, say, show
 
 
 @app.command
@@ -40,6 +40,7 @@ def reproduce(
         say(f"not known for {', '.join(unknown)}: {next(plan['unknown'] for plan in plans if 'unknown' in plan)}")
     if dry_run:
         return
-    found = run(paper, scale, folder, model)
+    with same_again():
+        found = run(paper, scale, folder, model)
     show(findings_table(read_json(found / "reproduction.json")["findings"]))
     say(f"table:   {found / 'reproduction.md'}\nnumbers: {found / 'reproduction.json'}")

@@ -1,9 +1,11 @@
 """What the commands share: the app, the text and model that evaluations run on, printing and saving."""
 
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -338,6 +340,13 @@ def suggest(command: str) -> None:
 
     if not console.quiet and not rank():
         sys.stdout.write(printable(f"next: {command}\n"))
+
+
+def same_again() -> AbstractContextManager[None]:
+    """Tell whoever interrupts a command that keeps its finished parts to type the same again."""
+    from mxd.common.stop import continued_by
+
+    return continued_by(f"mxd {shlex.join(sys.argv[1:])}")
 
 
 def rank() -> int:

@@ -46,10 +46,10 @@ class Judges:
             MxdError: an endpoint without its model, or another number of keys.
         """
         if len(self.judge) != len(self.judge_model) or len(self.judge_key) not in (1, len(self.judge)):
+            keys = f" and {len(self.judge_key)} --judge-key" if self.judge_key != Judges.judge_key else ""
             raise MxdError(
-                f"got {len(self.judge)} --judge, {len(self.judge_model)} --judge-model and {len(self.judge_key)} "
-                "--judge-key: give each --judge URL its --judge-model NAME, and one key for all or one for each; or "
-                "--judge-local MODEL."
+                f"got {len(self.judge)} --judge, {len(self.judge_model)} --judge-model{keys}: give each --judge URL "
+                "its --judge-model NAME, and one key for all or one for each; or --judge-local MODEL."
             )
 
     def loaded(self, device: str) -> "list[Judge]":

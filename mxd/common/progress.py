@@ -180,8 +180,8 @@ def _lines(title: str, total: int, unit: str, done: int) -> Advance:
             rate = (done - before) / max(elapsed, 1e-9)
             left = (total - done) / max(rate, 1e-9)
             noted = "  ".join(note.splitlines())
-            line = f"{title}: {done:,}/{total:,} {unit}, {_rate(rate, unit)}, {left:,.0f} s left {noted}"
-            sys.stderr.write(printable(line.rstrip()) + "\n")
+            line = f"{title}: {done:,}/{total:,} {unit}, {_rate(rate, unit)}, {left:,.0f} s left"
+            sys.stderr.write(printable(f"{line}; {noted}" if noted else line) + "\n")
             sys.stderr.flush()
 
     return advance

@@ -10,9 +10,14 @@ from mxd.common.progress import console
 
 
 class Interrupted(MxdError):
-    """Training was stopped by the user; everything was saved."""
+    """Work was stopped by the user; everything was saved."""
 
     exit_code, shared = 130, True
+
+    def __init__(self, saved: str, command: str) -> None:
+        """Take what was saved, as a sentence, and the command that continues it."""
+        super().__init__(f"{saved} To continue: {command}")
+        self.saved = saved
 
 
 class Preempted(Interrupted):
@@ -67,9 +72,24 @@ class Stop:
         if self._at_once:
             raise Stopped
 
-    def error(self, message: str) -> Interrupted:
-        """Return the error to raise when everything is saved."""
-        return (Preempted if self.number == signal.SIGTERM else Interrupted)(message)
+    def error(self, saved: str, command: str) -> Interrupted:
+        """Return the error to raise when everything is saved; arguments as those of ``Interrupted``."""
+        return (Preempted if self.number == signal.SIGTERM else Interrupted)(saved, command)
+
+
+@contextmanager
+def continued_by(command: str) -> Iterator[None]:
+    """Tell whoever interrupts a block of several parts what continues the whole of it.
+
+    Raises:
+        Interrupted: the block was interrupted, in a part that saves itself or between two.
+    """
+    try:
+        yield
+    except Interrupted as error:
+        raise type(error)(error.saved, command) from None
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; what is finished is saved.", command) from None
 
 
 _listening: list[Stop] = []

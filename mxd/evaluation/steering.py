@@ -112,7 +112,7 @@ def summary(results: Mapping[str, Mapping[str, Any]], shown: int = 10) -> str:
     """Return the results of ``evaluate_steering`` as lines: for the first units a sample and the judge's numbers."""
     lines = []
     for name, result in results.items():
-        lines += [name, f"  not steered: {result['unsteered'][0]!r}"]
+        lines += [name, f"  prompt: {result['prompt']!r}", f"  not steered: {result['unsteered'][0]!r}"]
         for unit, steered in list(result["units"].items())[:shown]:
             rated = ""
             if result["judge"] is not None:

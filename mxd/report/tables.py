@@ -94,7 +94,8 @@ def fitted(table: Table, width: int, head: int = 1) -> Iterator[Table]:
             parts.append(first)
         parts[-1] = [*parts[-1], column]
     for number, columns in enumerate(parts):
-        part = Table(title=None if number else table.title, title_justify=table.title_justify)
+        title = "continued" if number and table.title else table.title
+        part = Table(title=title, title_justify=table.title_justify)
         fits = _width(columns) <= width
         for column in columns:
             narrow = not fits or _longest(column) > PROSE

@@ -50,6 +50,8 @@ def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
             context = page["intervals"][0]["contexts"][0]
             for position, token in enumerate(context["tokens"]):
                 line.append(_visible(token), style="bold reverse" if position == context["at"] else "")
+        elif not page["rate"]:
+            line.append("never active here")
         yield line
         if page["promoted"]:
             yield Text(f"         {_promotion(page)}")

@@ -188,8 +188,8 @@ class Loop:
     def stopped(self, stop: Stop) -> Interrupted:
         """Return the error to raise once everything is saved."""
         return stop.error(
-            f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved. "
-            f"To continue: mxd {self.command} {typed(self.config.folder / 'config.yaml')} --resume"
+            f"stopped at step {self.step:,} of {self.config.training.steps:,}; everything is saved.",
+            f"mxd {self.command} {typed(self.config.folder / 'config.yaml')} --resume",
         )
 
 

@@ -228,6 +228,7 @@ def claim(config: RunConfig, resume: bool, command: str, overwrite: bool = False
     if changed:
         raise MxdError(
             f"{existing} differs from this config, so the run cannot continue as it was: {'; '.join(changed)}. "
+            "Begin another with --run NAME, or give its own config. "
             f"Resume with: mxd {command} {typed(existing)} --resume"
         )
     clear_partials(folder)

@@ -20,6 +20,7 @@ from mxd.cli.entry import NO_BARS, app
 from mxd.cli.train import READ
 from mxd.common import progress
 from mxd.common.errors import MxdError
+from mxd.common.stop import Preempted
 
 CONFIG = """
 run: r
@@ -184,6 +185,30 @@ def test_interrupt_exits_130(config: Path, capsys: pytest.CaptureFixture, monkey
 
     monkeypatch.setattr("mxd.config.parse_config", stop)
     assert mxd(capsys, "train", str(config)) == (130, "", "mxd: interrupted\n")
+
+
+def test_what_has_parts_is_continued_by_the_same_words(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether training, which alone would name `mxd train`, is interrupted or what comes after it."""
+
+    def trained(*_: object) -> None:
+        raise Preempted("stopped at step 1 of 2; everything is saved.", "mxd train elsewhere --resume")
+
+    def answered(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = str(tmp_path / "a b")
+    words = ("compare", str(config), "--out", folder), ("reproduce", "2505.21364", "tiny", "--out", folder)
+    commands = "mxd.evaluation.compare.compare", "mxd.reproduction.run.reproduce"
+    for (command, *options), function in zip(words, commands, strict=True):
+        again = shlex.join(["mxd", command, *options])
+        monkeypatch.setattr(function, trained)
+        code, _, err = mxd(capsys, command, *options)
+        assert (code, err) == (0, f"mxd: stopped at step 1 of 2; everything is saved. To continue: {again}\n")
+        monkeypatch.setattr(function, answered)
+        code, _, err = mxd(capsys, command, *options)
+        assert (code, err) == (130, f"mxd: interrupted; what is finished is saved. To continue: {again}\n")
 
 
 def test_a_message_has_a_line_of_its_own_after_an_unfinished_bar(

@@ -50,7 +50,7 @@ def test_elsewhere_lines_hold_all(capsys) -> None:
     with progress.progress("judging", 10, "collections", done=9) as advance:
         advance(1, NOTE)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("judging: 10/10 collections, ") and line.endswith("0 s left " + NOTE.replace("\n", "  "))
+    assert line.startswith("judging: 10/10 collections, ") and line.endswith("0 s left; " + NOTE.replace("\n", "  "))
 
 
 def test_colours_in_a_file_break_no_line_and_draw_no_bar(monkeypatch, capsys) -> None:

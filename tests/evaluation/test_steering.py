@@ -259,6 +259,7 @@ def test_totals_leave_out_what_was_not_answered_and_a_silent_judge_is_not_asked_
         assert f"<sample>{how.prompt}{sample}</sample>" in judge.prompts[0]
     assert json.loads(json.dumps(found)) == found
     lines = summary({"a": found})
+    assert f"  prompt: {how.prompt!r}\n  not steered: " in lines
     assert "coherence 0.30, fluency 0.60; of 8 answers 6 failed" in lines and "[no answer, no answer]" in lines
 
 
@@ -463,7 +464,7 @@ def test_mxd_steer_writes_samples_and_the_judges_numbers(checkpoint, server, cap
 
 def test_mxd_steer_refuses_half_a_judge_bad_ranges_and_unknown_units(checkpoint, capsys):
     for words, message in (
-        (("--judge", "http://127.0.0.1:9"), "got 1 --judge, 0 --judge-model and 1 --judge-key: give each --judge URL"),
+        (("--judge", "http://127.0.0.1:9"), "got 1 --judge, 0 --judge-model: give each --judge URL"),
         (("--judge-model", "m"), "got 0 --judge, 1 --judge-model"),
         (("--judge-key", "A", "--judge-key", "B"), "and 2 --judge-key"),
         (("--rubric", "mine"), "rubric: expected paraphrase or paper, got 'mine'"),

@@ -195,7 +195,7 @@ def test_a_layer_says_what_it_read_through(whole):
 def stop_at(monkeypatch, block: int, step: int) -> None:
     """Save and stop after a step of a block, as Ctrl-C does."""
     monkeypatch.setattr(Loop, "stopping", lambda run, stop: run.step == step and run.config.blocks == (block,))
-    monkeypatch.setattr(Loop, "stopped", lambda run, stop: Interrupted("stopped"))
+    monkeypatch.setattr(Loop, "stopped", lambda run, stop: Interrupted("stopped", "mxd"))
 
 
 def kill_at(monkeypatch, block: int, step: int) -> None:

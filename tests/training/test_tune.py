@@ -411,7 +411,7 @@ def test_a_stream_is_read_on_where_it_was(
 @pytest.mark.long
 def test_a_signal_saves_everything(trained: Path, base: FrozenModel, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == 3)
-    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
+    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, *said: Interrupted(*said))
     with pytest.raises(Interrupted, match=r"stopped at step 3 of 4.*mxd tune .*config.yaml --resume"):
         tune([trained], TuneConfig(**HOW), "s", str(tmp_path), model=base)
     assert (tmp_path / "s" / "state" / "step-000000003").is_dir()
@@ -457,7 +457,7 @@ def test_changed_layers_are_not_resumed(trained: Path, base: FrozenModel, tmp_pa
         (own,) = item.values()
         save_layer(copy / Path(path).name, own.layer, own.provenance)
     monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == 2)
-    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
+    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, *said: Interrupted(*said))
     with pytest.raises(Interrupted):
         tune([copy], TuneConfig(**HOW), "t", str(tmp_path), model=base)
     (own,) = load_layers(copy / "block2-mxd-k8").values()
@@ -553,7 +553,7 @@ def test_nothing_is_measured_where_nothing_is_asked_for(trained: Path, tmp_path:
 
 def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TuneLoop, "stopping", lambda self, stop: self.step == step)
-    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, message: Interrupted(message))
+    monkeypatch.setattr("mxd.common.stop.Stop.error", lambda self, *said: Interrupted(*said))
 
 
 def test_all_parts_of_a_step_are_over_in_every_process_before_gradients_are_averaged(
