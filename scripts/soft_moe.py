@@ -38,6 +38,8 @@ from mxd.common.progress import progress
 DRAWS = 10
 SEARCHED = 16
 """The most experts whose subsets are all tried."""
+NOTHING = 1e-9
+"""A difference that is left to rounding."""
 PATCH = 4
 """Pixels of a patch's side: an image of 8 x 8 is four tokens of 16."""
 PUBLISHED = {
@@ -181,7 +183,7 @@ def missed(found: dict[str, Any]) -> list[str]:
     """Return where a finding of the paper does not come out."""
     lines = []
     for one, other in itertools.pairwise(found.get("theorem", [])):
-        if one["phi_1"] == other["phi_1"] and not other["expert"] < one["expert"]:
+        if one["phi_1"] == other["phi_1"] and not other["expert"] < max(one["expert"], NOTHING):
             lines.append(f"theorem, Phi_1 = {one['phi_1']:g}: no smaller difference at a = {other['a']:g}")
     for one, other in itertools.pairwise(found.get("norm", [])):
         few, more = (np.mean([run["last"] for run in row["runs"]]) for row in (one, other))

@@ -200,6 +200,7 @@ def test_what_has_parts_is_continued_by_the_same_words(
 
     folder = str(tmp_path / "a b")
     words = ("compare", str(config), "--out", folder), ("reproduce", "2505.21364", "tiny", "--out", folder)
+    monkeypatch.setattr("mxd.reproduction.run.planned", lambda *_: [])
     commands = "mxd.evaluation.compare.compare", "mxd.reproduction.run.reproduce"
     for (command, *options), function in zip(words, commands, strict=True):
         again = shlex.join(["mxd", command, *options])
