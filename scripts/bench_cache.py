@@ -4,7 +4,7 @@
 
 The activations are random, so no base model is timed. The first reading verifies every shard, the second does not.
 Files just written are in memory, so the disk's own speed is not measured. `mixed` mixes eight shards in batches of
-4,096. `--check` names what is read more slowly than two steps of a transcoder take (peers.json: 28,000 tokens/s).
+4,096. `--check` names what is read at less than twice the rate of a transcoder's steps (28,000: peers.json).
 """
 
 import argparse

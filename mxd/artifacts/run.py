@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     import pandas
 
 
+class Documents(dict[str, Any]):
+    """Question -> the document of its answer."""
+
+    def __missing__(self, name: str) -> Any:
+        """Refuse a question that was not answered.
+
+        Raises:
+            MxdError: always, with those that were.
+        """
+        raise MxdError(f"{name!r} is not measured yet; there are answers to: {', '.join(self) or 'no question'}.")
+
+
 class Run(os.PathLike[str]):
     """What `mxd train` left: ``run["block2-mxd-k32"]`` loads a layer, ``run / "config.yaml"`` is a file's path.
 
@@ -56,13 +68,13 @@ class Run(os.PathLike[str]):
             raise MxdError(f"cannot read {file}: {error}") from error
 
     @property
-    def results(self) -> dict[str, Any]:
+    def results(self) -> Documents:
         """What was measured of it: question -> the document that its command wrote into the folder.
 
         Raises:
             MxdError: a file is damaged.
         """
-        return {file.stem: read_json(file, unpacked) for file in self._measured()}
+        return Documents({file.stem: read_json(file, unpacked) for file in self._measured()})
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return ``metrics`` as a data frame.

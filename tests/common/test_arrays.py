@@ -45,7 +45,11 @@ def test_an_object_that_only_looks_like_an_array_stays_one(tmp_path):
 def test_a_file_with_lists_reads_as_before(tmp_path):
     path = written(tmp_path, [0.1, 0.25])
     assert read_document(path, "u")["results"]["a"]["rates"].numbers() == [0.1, 0.25]
-    assert Run(tmp_path).results["units"]["results"]["a"]["rates"] == [0.1, 0.25]
+    results = Run(tmp_path).results
+    assert results["units"]["results"]["a"]["rates"] == [0.1, 0.25]
+    assert "whole" not in results and results.get("whole") is None
+    with pytest.raises(MxdError, match="'whole' is not measured yet; there are answers to: units"):
+        results["whole"]
 
 
 def test_three_numbers_of_262_144_units_take_little_over_four_bytes_each(tmp_path):
