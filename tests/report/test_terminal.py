@@ -10,7 +10,7 @@ from rich.table import Table
 from test_report import evaluation, result
 
 from mxd.report.tables import fitted, terminal_tables
-from mxd.report.terminal import ablation_table, purging_table, rewrite_tables
+from mxd.report.terminal import ablation_table, purging_table, rewrite_tables, unit_lines
 
 WIDTHS = (80, 100, 145, 200)
 
@@ -76,3 +76,14 @@ def test_a_table_that_fits_stays_as_it_is() -> None:
     (part,) = fitted(table, 160)
     assert printed([part], 160) == printed([table], 160)
     assert (part.rows[0].style, part.rows[0].end_section) == ("bold", True)
+
+
+def test_a_unit_that_was_never_active_is_told() -> None:
+    page = {"rate": 0.0, "mean": 0.0, "max": 0.0, "intervals": [], "promoted": []}
+    result = {"shared": [], "shared_above": 0.1, "rates": [0.0, 0.5], "tokens": 5, "dead": 1, "units": {"0": page}}
+    *_, line = unit_lines("layer", result | {"logits": {"norm": None, "missing": "no directions"}})
+    assert line.plain.endswith("  never active here")
+    *_, line = unit_lines(
+        "layer", result | {"logits": {"norm": None, "missing": ""}, "units": {"1": page | {"rate": 0.5}}}
+    )
+    assert "never" not in line.plain
