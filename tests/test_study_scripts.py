@@ -114,6 +114,8 @@ def test_polysemanticity_that_does_not_fall_is_named() -> None:
 def test_polysemanticity_of_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     mxd, _ = run(monkeypatch, tmp_path, "polysemanticity", str(ablated(tmp_path / "a", None)))
     assert "polysemanticity" not in mxd["metrics"] and "| - |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run(monkeypatch, tmp_path, "polysemanticity", str(tmp_path / "a"), "--check")
     other = ablated(tmp_path / "b", 0.5, units=64)
     with pytest.raises(SystemExit, match="not of one config"):
         run(monkeypatch, tmp_path, "polysemanticity", str(tmp_path / "a"), str(other))
