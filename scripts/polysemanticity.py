@@ -108,7 +108,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def lines_of(table: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the rows by layer and gate, each by its number of units; neurons, and where no unit counted, are left out."""
+    """Return the rows by layer and gate, in order of units; not neurons, nor where no unit counted."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for row in table if row["layer"] != NEURONS and "polysemanticity" in row["metrics"]):
         found.setdefault((row["layer"], row["gate"]), []).append(row)
