@@ -41,6 +41,7 @@ from jaxtyping import Float
 from mxd.common.errors import MxdError
 from mxd.common.files import whole_file, write_json
 from mxd.common.markdown import grid
+from mxd.metrics import METRICS as FAITHFUL
 from mxd.report.figures import PALETTE, STYLES, save_figure
 
 Result = dict[str, Any]
@@ -255,10 +256,11 @@ def interval(one: Result) -> str:
     return said if one["inside"] else f"{said} **no**"
 
 
-def draw(fitted: Sequence[Layer], beyond: Sequence[Layer], metric: str, path: Path) -> None:
+def draw(fitted: Sequence[Layer], rows: Sequence[Result], metric: str, path: Path) -> None:
     """Draw a metric against training tokens and against units, a panel for each method and a line for each K.
 
-    Against tokens: the middle number of units, and the runs beyond; against units: the longest fitted run.
+    Against tokens: the middle number of units, and of the runs beyond what was measured (stars) and what the first form
+    of law says, with its interval; against units: the longest fitted run.
     """
     import matplotlib
 
@@ -282,11 +284,14 @@ def draw(fitted: Sequence[Layer], beyond: Sequence[Layer], metric: str, path: Pa
                 places = [x.place[by] if by == "tokens" else x.units for x in line]
                 axes.plot(places, [x.metrics[metric] for x in line], color=colors[k], marker="o", label=f"K = {k:g}")
             if by == "tokens":
-                far = [x for x in beyond if x.method == method and x.units == middle]
-                for x in far:
-                    axes.plot(
-                        x.place["tokens"], x.metrics[metric], color=colors[x.place["k"]], marker="*", markersize=11
-                    )
+                told = (method, metric, FORMS[0])
+                laws_here = [row for row in rows if (row["method"], row["metric"], row["form"]) == told]
+                for x in (x for row in laws_here for x in row["beyond"] if x["units"] == middle):
+                    color, middle_value = colors[x["k"]], x["predicted"]
+                    ends = [[middle_value - x["low"]], [x["high"] - middle_value]]
+                    beside = x["tokens"] * 0.75 ** (1 + ks.index(x["k"]))  # intervals of several K overlap
+                    axes.errorbar(beside, middle_value, ends, color=color, marker="_", capsize=3)
+                    axes.plot(x["tokens"], x["measured"], color=color, marker="*", markersize=11)
             axes.set(xscale="log", yscale="log", xlabel=f"{'training tokens' if by == 'tokens' else 'units N'}")
             if by == "units":
                 units = sorted({x.units for x in own})
@@ -297,8 +302,14 @@ def draw(fitted: Sequence[Layer], beyond: Sequence[Layer], metric: str, path: Pa
         panels[0, column].set_title(f"{method}, N = {middle:,}")
         panels[1, column].set_title(f"{method}, {longest / 1e6:.2f}M tokens")
     for axes in panels[:, 0]:
-        axes.set_ylabel(metric)
+        axes.set_ylabel(next((known.label for known in FAITHFUL["faithfulness"] if known.key == metric), metric))
     panels[0, 0].legend(frameon=False)
+    if any(row["beyond"] for row in rows):
+        marks = {"*": "measured beyond", "_": "power law, 95%"}
+        lines = [
+            plt.Line2D([], [], linestyle="", color=PALETTE["grey"], marker=m, label=said) for m, said in marks.items()
+        ]
+        panels[0, -1].legend(handles=lines, frameon=False)
     save_figure(figure, path)
 
 
@@ -322,7 +333,7 @@ def main() -> None:
         with whole_file(args.json) as file:
             write_json(file, rows)
     if args.figure:
-        draw(fitted, beyond, args.metric[0], args.figure)
+        draw(fitted, rows, args.metric[0], args.figure)
     if args.check:
         if not beyond:
             raise SystemExit("--check needs --beyond: a law is tested by what it was not fitted to.")
