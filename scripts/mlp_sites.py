@@ -10,8 +10,9 @@ Of each block, on held-out tokens that are not special:
 - *linear on the fit's text*: the same where it was fitted; the gap between the two says how far it is fitted to noise.
 - *rank*: participation ratio of the outputs' covariance, (sum of eigenvalues)^2 / sum of their squares: dimensions if
   all had the same variance. *first*: share of the first eigenvalue.
-- *sink*: norm of the output at BOS beside the median norm over other tokens.
+- *sink*: norm of the output at BOS beside the median norm over other tokens (*median*).
 - *heavy*: the 99th percentile of the norm beside its median.
+- *in*, *out*: root mean square of an element of the input and of the output.
 """
 
 import argparse
@@ -58,6 +59,10 @@ class Moments:
         """Return the covariance of inputs and outputs together."""
         mean = self.sums[0, 1:] / self.sums[0, 0]
         return self.sums[1:, 1:] / self.sums[0, 0] - torch.outer(mean, mean)
+
+    def size(self, part: slice) -> float:
+        """Return the root mean square of an element of some columns."""
+        return float((self.sums.diagonal()[part].mean() / self.sums[0, 0]).sqrt())
 
     def affine(self, d_in: int) -> Float[Tensor, "d_in_1 d_out"]:
         """Return the best affine map, the bias in its first row."""
@@ -114,6 +119,9 @@ def described(fit: Moments, held: Moments, d_in: int, sink: float) -> dict[str, 
         "first": float(eigenvalues.max() / eigenvalues.sum()),
         "sink": sink / median,
         "heavy": float(norms.quantile(0.99)) / median,
+        "median": median,
+        "in": held.size(slice(1, d_in + 1)),
+        "out": held.size(slice(d_in + 1, None)),
     }
 
 
@@ -147,9 +155,9 @@ def main() -> None:
     blocks = list(range(model.num_blocks)) if args.blocks is None else args.blocks
     found = study(model, blocks, args)
     forms = {"linear": "{:.1%}", "linear_on_fit": "{:.1%}", "rank": "{:.1f}", "first": "{:.1%}"}
-    forms |= {"sink": "{:.1f}", "heavy": "{:.1f}"}
+    forms |= {"sink": "{:.1f}", "heavy": "{:.1f}", "median": "{:.1f}", "in": "{:.3f}", "out": "{:.3f}"}
     lines = [[n, *(form.format(one[key]) for key, form in forms.items())] for n, one in found.items()]
-    print(grid([["block", "linear", "linear on the fit's text", "rank", "first", "sink", "heavy"], *lines]))
+    print(grid([["block", *(name.replace("linear_on_fit", "linear on the fit's text") for name in forms)], *lines]))
     if args.json:
         asked: dict[str, Any] = {
             key: getattr(args, key) for key in ("model", "fit_tokens", "tokens", "context", "seed")

@@ -214,6 +214,10 @@ def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp
     sink = float(model.record(bos, 2)[2][1][0, 0].norm())
     assert found["sink"] == pytest.approx(sink / np.sort(norms)[(len(norms) - 1) // 2], rel=1e-4)
     assert found["linear_on_fit"] > found["linear"] - 0.2
+    assert found["in"] == pytest.approx(np.sqrt((x[:, 1:] ** 2).mean())) and found["out"] == pytest.approx(
+        np.sqrt((y**2).mean())
+    )
+    assert found["median"] * found["sink"] == pytest.approx(sink, rel=1e-4)
 
 
 def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,14 +272,19 @@ def save(results: dict[str, Any], checkpoints: Sequence[str], name: str, out: Pa
 def show(*lines: Any) -> None:
     """Print texts and tables with rich; a table that is wider than the terminal in parts, one below the other."""
     from rich.table import Table
+    from rich.text import Text
 
     from mxd.common.progress import PlainConsole
-    from mxd.report.tables import fitted
+    from mxd.report.tables import fitted, hanging
 
     console = PlainConsole()
     for line in lines:
-        for part in fitted(line, console.width) if isinstance(line, Table) else [line]:
-            console.print(part)
+        if isinstance(line, Table):
+            console.print(*fitted(line, console.width), sep="\n")
+        elif isinstance(line, Text):
+            console.print(*hanging(line, console), sep="\n")
+        else:
+            console.print(line)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], N]) -> list[N]:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from mxd.common.markdown import grid
 from mxd.common.numbers import plural
@@ -19,6 +21,8 @@ ESSENTIAL = (NMSE, CE_INCREASE, DEAD, FIXED, ROUTED)
 """What a terminal too narrow for every column shows of an evaluation."""
 PROSE = 24
 """Columns that a cell of words may be narrowed to, where its table is too wide; numbers are never broken."""
+LABEL = 9
+"""Columns before a text in the terminal, which say what it is; its further lines begin below it."""
 
 
 def tables(evaluation: Mapping[str, Any]) -> list[list[list[str]]]:
@@ -75,6 +79,15 @@ def _rich(title: str, rows: Sequence[Sequence[str]]) -> Table:
     for row in rows[1:]:
         table.add_row(*row)
     return table
+
+
+def hanging(text: Text, console: Console) -> Iterator[Text]:
+    """Yield the lines of a text as they fit into a console, broken ones going on below what follows their label."""
+    for line in text.split("\n", allow_blank=True):
+        label, *rest = line.divide([LABEL])
+        first, *others = (rest[0] if rest else Text()).wrap(console, console.width - LABEL)
+        yield Text.assemble(label, first)
+        yield from (Text.assemble(" " * LABEL, other) for other in others)
 
 
 def fitted(table: Table, width: int, head: int = 1) -> Iterator[Table]:

@@ -29,7 +29,7 @@ from mxd.metrics.metric import Metric
 from mxd.metrics.rewritten import REWRITE, REWRITTEN, SEPARATION, WAYS
 from mxd.metrics.units import CHANCE, COSINE, DEAD_UNITS, DEAD_UNITS_SHARE, LEADER, PEAK, RANKS, RATE
 from mxd.metrics.whole import ALONE, BEFORE_AND_AFTER, GARBAGE, ON_BASE, ON_SPLICED, WHOLE, WHOLE_ORDERS, WON_BACK
-from mxd.report.tables import PLACES, most_affected, most_lost
+from mxd.report.tables import LABEL, PLACES, most_affected, most_lost
 
 
 def unit_lines(name: str, result: Mapping[str, Any]) -> Iterator[Text]:
@@ -361,12 +361,17 @@ def terminal_diff(example: Mapping[str, Any]) -> Text:
     """Return a prompt with both continuations: the agreeing beginning in green, the rest red and underlined."""
     base, spliced = example["base_tokens"], example["spliced_tokens"]
     agreed = next((n for n, (a, b) in enumerate(zip(base, spliced, strict=True)) if a != b), len(base))
-    text = Text(f"prompt   {example['prompt_text']}\n")
-    text.append(f"base     {''.join(base)}\n")
+    below = "\n" + " " * LABEL
+
+    def written(*tokens: str) -> str:
+        return "".join(tokens).replace("\n", below)
+
+    text = Text(f"prompt   {written(example['prompt_text'])}\n")
+    text.append(f"base     {written(*base)}\n")
     text.append("spliced  ")
-    text.append("".join(spliced[:agreed]), style="green")
-    text.append("".join(spliced[agreed:]), style="red underline")  # the line tells it where there is no colour
-    return text.append(f"\n         {agreed} of {len(base)} tokens agree\n")
+    text.append(written(*spliced[:agreed]), style="green")
+    text.append(written(*spliced[agreed:]), style="red underline")  # the line tells it where there is no colour
+    return text.append(f"{below}{agreed} of {len(base)} tokens agree\n")
 
 
 def rewrite_tables(results: Mapping[str, Any]) -> Iterator[Table]:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from test_report import evaluation, result
 
-from mxd.report.tables import fitted, terminal_tables
-from mxd.report.terminal import ablation_table, purging_table, rewrite_tables, unit_lines
+from mxd.report.tables import fitted, hanging, terminal_tables
+from mxd.report.terminal import ablation_table, purging_table, rewrite_tables, terminal_diff, unit_lines
 
 WIDTHS = (80, 100, 145, 200)
 
@@ -76,6 +76,25 @@ def test_a_table_that_fits_stays_as_it_is() -> None:
     (part,) = fitted(table, 160)
     assert printed([part], 160) == printed([table], 160)
     assert (part.rows[0].style, part.rows[0].end_section) == ("bold", True)
+
+
+def test_broken_lines_go_on_below_their_text() -> None:
+    example = {"prompt_text": "one\ntwo", "base_tokens": [" a" * 9, "\n"], "spliced_tokens": [" a" * 9, " [b]"]}
+    lines = list(hanging(terminal_diff(example), Console(width=21)))
+    assert [line.plain.rstrip() for line in lines] == [
+        "prompt   one",
+        "         two",
+        "base      a a a a a a",
+        "         a a a",
+        "",
+        "spliced   a a a a a a",
+        "         a a a [b]",
+        "         1 of 2",
+        "         tokens agree",
+        "",
+    ]
+    styles = [line.plain[span.start : span.end].strip() for line in lines for span in line.spans if span.style]
+    assert styles == ["a a a a a a", "a a a", "[b]"]
 
 
 def test_a_unit_that_was_never_active_is_told() -> None:
