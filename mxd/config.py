@@ -280,7 +280,9 @@ class TrainingConfig(Settings):
         if self.targets != "same" and self.inputs != "spliced":
             raise ValueError(f"targets: {self.targets} is for inputs: spliced; with inputs: base both are the same")
         if self.steps < 1:
-            raise ValueError(f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}")
+            raise ValueError(
+                f"tokens = {self.tokens} is less than one batch of {self.batch_tokens}; raise it or lower batch_tokens"
+            )
         if (warmup := self.settings.warmup_steps) > self.steps:
             raise ValueError(
                 f"the warm-up of {warmup:,} steps is longer than the run, {self.steps:,} steps, so the learning rate "

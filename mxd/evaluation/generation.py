@@ -118,7 +118,9 @@ def prompts(
         if len(starts) == how.limit:
             break
     if not starts:
-        raise MxdError(f"no prompts: no text has {how.words} words; give other texts or a smaller number of words.")
+        raise MxdError(
+            f"no prompts: no text has {plural(how.words, 'word')}; give other texts or a smaller number of words."
+        )
     return [head + ids for ids in tokenizer(list(starts), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
@@ -323,5 +325,5 @@ def _check(model: FrozenModel, prompts: Sequence[Sequence[int]], new_tokens: int
         if len(prompt) + new_tokens > positions:
             raise MxdError(
                 f"prompt {number} of {len(prompt)} tokens and {new_tokens} new ones do not fit into the {positions} "
-                f"positions of {model.source!r}; shorten the prompt or lower new_tokens."
+                f"positions of {model.source!r}; shorten the prompt or ask for fewer new tokens."
             )
