@@ -29,7 +29,7 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**31)]
 """How many: at least one."""
 
 Question = Literal[

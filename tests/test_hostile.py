@@ -107,6 +107,16 @@ def test_weights_that_are_no_numbers_are_refused(layer, value):
         load_layer(layer)
 
 
+def test_a_threshold_that_is_no_number_is_refused(layer):
+    change(layer, sparsity={"kind": "batch_topk", "k": 4})
+    tensors = load_file(layer / "model.safetensors")
+    state = {"sparsity.threshold": torch.tensor(float("nan")).double(), "sparsity.steps": torch.tensor(1)}
+    save_file(tensors | state, layer / "model.safetensors")
+    fit_hash(layer)
+    with pytest.raises(MxdError, match=r"sparsity\.threshold holds values that are not finite"):
+        load_layer(layer)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_whole_numbers_in_the_place_of_weights_are_refused(layer, dtype):
     tensors = load_file(layer / "model.safetensors")

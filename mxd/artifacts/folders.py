@@ -57,8 +57,8 @@ def load_strictly(folder: Path, verify: bool = True) -> tuple[ReplacementLayer, 
     layer = config.build()
     fit_tensors(layer.state_dict(), tensors, str(folder))
     layer.load_state_dict(tensors)
-    for name, parameter in layer.named_parameters():
-        if not bool(parameter.isfinite().all()):
+    for name, tensor in layer.state_dict().items():
+        if not bool(tensor.isfinite().all()):
             raise MxdError(f"{folder}: {name} holds values that are not finite. Copy or download it again.")
     return layer.eval().requires_grad_(False), provenance
 

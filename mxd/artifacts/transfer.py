@@ -149,7 +149,8 @@ def pull(
 ) -> list[Path]:
     """Copy a layer, a set, or part of a set from the Hub into a folder; each layer is written atomically.
 
-    Existing files are never changed: identical ones are fine, others an error.
+    Existing files are never changed. A layer that is there already stays, with its card and what was measured of it
+    here; another one in its place is an error.
 
     Args:
         reference: ``org/name[/subfolder][@revision]``.
@@ -180,16 +181,21 @@ def pull(
     beside = {copy: source for copy, source in beside.items() if source.is_file()}
     missing = {copy: source for copy, source in copies.items() if not _holds(copy, source)}
     for copy, source in beside.items():
-        if copy.exists() and not cmp(source, copy, shallow=False):
-            raise _taken(copy)
+        if len(missing) == len(copies) and copy.exists() and not cmp(source, copy, shallow=False):
+            raise _taken(copy)  # where layers of the set are there already, what stands beside them may have changed
     for copy, source in missing.items():
         with atomic_folder(copy) as partial:
             for name in _layer_files(source):
                 shutil.copyfile(source / name, partial / name)
     for copy, source in beside.items():
-        with atomic_file(copy) as partial:
-            shutil.copyfile(source, partial)
+        if not copy.exists():
+            with atomic_file(copy) as partial:
+                shutil.copyfile(source, partial)
     return list(copies)
+
+
+LAYER = ("config.json", "model.safetensors")
+"""Files that make a layer; the others say what was measured of it."""
 
 
 def _layer_files(folder: Path) -> list[str]:
@@ -204,7 +210,7 @@ def _holds(folder: Path, source: Path) -> bool:
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if any(not (folder / n).is_file() or not cmp(source / n, folder / n, shallow=False) for n in _layer_files(source)):
+    if any(not (folder / n).is_file() or not cmp(source / n, folder / n, shallow=False) for n in LAYER):
         raise _taken(folder)
     return True
 

@@ -45,6 +45,10 @@ from mxd.questions import (
     checked,
 )
 
+SHARED = {"text_column", "neurons", "seed"}
+"""Options of ``mask`` that domains and scores have in common."""
+THRESHOLDS = ",".join(map(str, PURGING.thresholds))
+
 
 @app.command
 def mask(
@@ -53,7 +57,7 @@ def mask(
     scores: str | None = None,
     by_domain: Annotated[MaskingConfig, FLAT] = DEFAULTS.masking,
     by_score: Annotated[PurgingConfig, FLAT] = PURGING,
-    thresholds: str = ",".join(map(str, PURGING.thresholds)),
+    thresholds: str = THRESHOLDS,
     limit: Whole | None = None,
     under: Annotated[UnderMaskConfig, FLAT] = UNDER_MASK,
     tasks: LmEval = NO_TASKS,
@@ -88,10 +92,18 @@ def mask(
     """
     if (domains is None) == (scores is None):
         raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
+    if scores is None:
+        foreign = set() if by_score is PURGING else set(by_score.model_fields_set)
+        foreign |= set() if thresholds == THRESHOLDS else {"thresholds"}
+    else:
+        foreign = set() if by_domain is DEFAULTS.masking else by_domain.model_fields_set - SHARED
+    if foreign:
+        option, other = min(foreign).replace("_", "-"), "--scores" if scores is None else "--domains"
+        raise MxdError(f"--{option} is for {other}; leave it out.")
     under = _with_tasks(under, tasks, lm_eval_groups)
     shared: dict[str, Any] = {"under": under} | ({} if limit is None else {"limit": limit})
     by_domain = changed(by_domain, domains=domains or "", **shared)
-    shared |= by_domain.model_dump(include={"text_column", "neurons", "seed"})
+    shared |= by_domain.model_dump(include=SHARED)
     by_score = changed(by_score, thresholds=numbers("--thresholds", thresholds, float), **shared)
     subject = on.open("mask", checkpoints)
     from mxd.evaluation import masking, purging
@@ -165,7 +177,7 @@ def toxicity(
     how: Annotated[ToxicityConfig, FLAT] = DEFAULTS.toxicity,
     text_column: str = PURGING.text_column,
     score_column: str = PURGING.score_column,
-    thresholds: str = ",".join(map(str, PURGING.thresholds)),
+    thresholds: str = THRESHOLDS,
     neurons: bool = False,
     tasks: LmEval = NO_TASKS,
     together: bool = False,

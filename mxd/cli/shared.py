@@ -46,6 +46,19 @@ def _whole(_: Any, words: Sequence[Token]) -> int:
         raise ValueError(f"expected a whole number, got {words[0].value!r}") from None
 
 
+def _positive(_: Any, number: float | None) -> None:
+    """Refuse a rate that is no rate.
+
+    Raises:
+        ValueError: it is not a finite number above 0.
+    """
+    if number is not None and not 0 < number < float("inf"):
+        raise ValueError(f"expected a finite number greater than 0, got {number}")
+
+
+Rate = Annotated[float, Parameter(validator=_positive)]
+"""A finite number above 0."""
+
 Whole = Annotated[int, Parameter(converter=_whole)]
 """A whole number, also written 1e6, 10k or 1M, as the fields of configs are."""
 

@@ -9,6 +9,7 @@ from cyclopts.validators import Number
 from mxd.cli.shared import (
     FLAT,
     OutFile,
+    Rate,
     Whole,
     app,
     configured,
@@ -145,8 +146,8 @@ def plan(
     processes: Annotated[Whole, Parameter(validator=Number(gte=1))] = 1,
     groups: Whole | None = None,
     shard: Annotated[bool, Parameter(negative="")] = False,
-    network: float | None = None,
-    tokens_per_second: float | None = None,
+    network: Rate | None = None,
+    tokens_per_second: Rate | None = None,
     json: OutFile = None,
 ) -> None:
     """Say what a run needs before anything is loaded: parameters, memory and disk by part, FLOPs, the expected time.

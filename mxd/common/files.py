@@ -67,7 +67,7 @@ def read_text(path: Path, most: int | None = None) -> str:
         data = file.read(-1 if most is None else most + 1)
     if most is not None and len(data) > most:
         raise ValueError(f"it is larger than {most:,} bytes")
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")  # without the mark of byte order that some editors write
 
 
 @contextmanager

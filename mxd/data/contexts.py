@@ -63,6 +63,18 @@ def head_ids(tokenizer: Any, bos: bool = True) -> list[int]:
     return [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
 
 
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Return a prompt as token ids, as it is, without BOS.
+
+    Raises:
+        MxdError: it has none.
+    """
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise MxdError(f"the prompt {prompt!r} has no tokens; give it a word.")
+    return ids
+
+
 def token_contexts(
     texts: Iterable[str],
     tokenizer: Any,
@@ -329,7 +341,8 @@ def _packed(
             empty = False
     if empty:
         raise MxdError(
-            f"the text holds less than one context of {context} tokens; give more text or a shorter context."
+            f"the text that is read holds less than one context of {context} tokens; give more text, a shorter "
+            "context, or another split: of a text without splits of its own, train is the largest."
         )
 
 

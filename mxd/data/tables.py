@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from glob import glob, has_magic
 from io import BufferedReader, TextIOWrapper
-from itertools import chain, zip_longest
+from itertools import chain
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, AnyStr
@@ -187,7 +187,7 @@ def hub_rows(source: str, table: Iterable[Row]) -> Iterator[Located]:
     """
     with reading(source):
         for number, row in enumerate(table, 1):
-            yield f"{source}, row {number}", row
+            yield f"{source}, row {number}", {name: _text_of(f"row {number}", cell) for name, cell in row.items()}
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _rows(file: Path, column: str | None) -> Iterator[Located]:
     else:
         with _opened(file) as opened:
             if suffix == ".txt.gz":
-                yield "line 1", {column or "text": _whole(opened).decode("utf-8")}
+                yield "line 1", {column or "text": _whole(opened).decode("utf-8-sig")}
             else:
                 yield from READERS[suffix.removesuffix(".gz")](opened)
 
@@ -261,19 +261,42 @@ def _parquet(file: Path, column: str | None) -> Iterator[Located]:
     columns = [column] if column in table.schema_arrow.names else None  # all, so that a message can name them
     batches = table.iter_batches(PARQUET_ROWS, columns=columns)
     for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-        yield f"row {number}", row
+        yield f"row {number}", {name: _text_of(f"row {number}", cell) for name, cell in row.items()}
+
+
+def _text_of(where: str, cell: Any) -> Any:
+    """Return a cell, text where it is bytes: some writers of Parquet do not mark text as text."""
+    try:
+        return cell.decode("utf-8") if isinstance(cell, bytes) else cell
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: {error}; expected text in UTF-8") from error
 
 
 def _csv(file: Unpacked) -> Iterator[Located]:
     csv.field_size_limit(2**31 - 1)  # by default 131,072 characters, which a long document exceeds
     with TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(_lines(text.readline))
+        rows = csv.reader(_lines(text.readline), strict=True)
         names = next(rows, [])
         line = rows.line_num + 1
-        for cells in rows:
+        for cells in _well_formed(rows):
+            if cells and len(cells) != len(names):
+                raise ValueError(
+                    f"line {line}: {len(cells)} cells, expected {len(names)}; quote texts that hold commas"
+                )
             if cells:  # else the line is empty
-                yield f"line {line}", dict(zip_longest(names, cells))
+                yield f"line {line}", dict(zip(names, cells, strict=True))
             line = rows.line_num + 1
+
+
+def _well_formed(rows: Any) -> Iterator[list[str]]:
+    """Yield the rows of a CSV reader; an error names the line where its row begins."""
+    begin = rows.line_num + 1
+    try:
+        for cells in rows:
+            yield cells
+            begin = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {begin}: {error}; is a quote not closed?") from error
 
 
 def _jsonl(file: Unpacked) -> Iterator[Located]:

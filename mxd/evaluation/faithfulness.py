@@ -172,9 +172,19 @@ class Reconstruction:
         return self.layer(self.layer.read(x, y) if isinstance(self.layer, ReplacementLayer) else x)
 
     def report(self) -> dict[str, float]:
-        """Return the reconstruction, and what it is made of."""
+        """Return the reconstruction, and what it is made of.
+
+        Raises:
+            MxdError: the MLP's outputs do not vary, so that nothing can be said of their variance.
+        """
         n = self.tokens
-        fvu = self.totals["error"] / (self.totals["y_squared"] - float(torch.as_tensor(self.y).square().sum()) / n)
+        variance = self.totals["y_squared"] - float(torch.as_tensor(self.y).square().sum()) / n
+        if variance <= 0:
+            raise MxdError(
+                f"the MLP's output is the same at all positions that count ({n:,}), so no share of its variance can be "
+                "explained; read more (--tokens) or longer contexts (--context)."
+            )
+        fvu = self.totals["error"] / variance
         metrics = {"normalized_mse": self.totals["nmse"] / n, "fvu": fvu, "explained_variance": 1 - fvu}
         if isinstance(self.layer, ReplacementLayer):
             metrics["l0"] = self.totals["active"] / n

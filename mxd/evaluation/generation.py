@@ -20,7 +20,7 @@ from torch import Tensor
 from mxd.common.errors import MxdError
 from mxd.common.numbers import plural
 from mxd.common.progress import progress
-from mxd.data.contexts import head_ids
+from mxd.data.contexts import head_ids, prompt_ids
 from mxd.evaluation.checkpoints import Subject, describe
 from mxd.evaluation.walk import Sets
 from mxd.model.frozen import FrozenModel
@@ -57,10 +57,12 @@ def answer(
         MxdError: as ``evaluate_generation``.
     """
     tokenizer, bos = subject.base.tokenizer, subject.text.bos
-    texts = [prompt] if prompt is not None else openings(subject.texts(), how.limit, how.seed)
-    if prompt is not None:
+    sets = subject.sets(together)
+    if prompt is None:
+        ids = prompts(openings(subject.texts(), how.limit, how.seed), tokenizer, how, bos)
+    else:
         how = how.model_copy(update={"words": max(1, len(prompt.split()))})
-    sets, ids = subject.sets(together), prompts(texts, tokenizer, how, bos)
+        ids = [head_ids(tokenizer, bos) + prompt_ids(tokenizer, prompt)]
     results = evaluate_generation(subject.base, sets, ids, how.tokens, batch)
     for name, members in sets.items():
         results[name]["replacements"] = [describe(trained) for trained in members.values()]

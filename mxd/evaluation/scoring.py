@@ -48,7 +48,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class WordList:
-    """Scores a text 1 if one of the words stands in it, whole and in any case, else 0."""
+    """Scores a text 1 if one of the words or phrases stands in it, whole and in any case, else 0."""
 
     words: frozenset[str]
     name: str = "a word list"
@@ -70,7 +70,8 @@ class WordList:
 
     def __call__(self, texts: Sequence[str]) -> list[Scored]:
         """Return 1 or 0 for each text."""
-        return [float(not self.words.isdisjoint(re.findall(r"[\w'-]+", text.lower()))) for text in texts]
+        words = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(self.words)))})(?!\w)")
+        return [float(words.search(text.lower()) is not None) for text in texts]
 
 
 @dataclass(frozen=True)

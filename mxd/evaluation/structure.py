@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mxd.artifacts.checkpoint import Trained
-from mxd.common.errors import MxdError
 from mxd.common.numbers import plural
 from mxd.common.progress import progress
-from mxd.data.contexts import Contexts, head_ids
+from mxd.data.contexts import Contexts, head_ids, prompt_ids
 from mxd.evaluation.checkpoints import Subject
 from mxd.evaluation.ranks import weight_ranks
 from mxd.evaluation.units import token_strings
@@ -65,6 +64,8 @@ def evaluate_structure(
         MxdError: no layers, no text, or layers of another model.
     """
     counted = {name: _Counted(trained) for name, trained in layers.items()}
+    for prompt in how.prompts:  # before the text is read
+        prompt_ids(model.tokenizer, prompt)
     with evaluating(model, layers):
         with progress(f"structure: leading units of {plural(len(layers), 'layer')}", how.tokens) as advance:
             for batch in streamed(contexts, how.tokens, forward_contexts):
@@ -144,9 +145,7 @@ def leading_units(
     head = head_ids(model.tokenizer)
     leading: dict[str, list[dict[str, Any]]] = {name: [] for name in layers}
     for prompt in prompts:
-        ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise MxdError(f"the prompt {prompt!r} has no tokens; give it a word.")
+        ids = prompt_ids(model.tokenizer, prompt)
         words = token_strings(model.tokenizer, ids)
         for name, code, position in codes(model, layers, np.array([head + ids])):
             at = dict(zip(position - len(head), _strongest(code), strict=True))

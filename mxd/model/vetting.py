@@ -30,6 +30,9 @@ _COUNTED = re.compile(
     r"(^|[._])(num|n)_\w*(layer|label|head|expert)|layers?$|depths?$|dense_replace|attention_types"
     r"|(block|head|expert)_count"
 )
+OWN = "mxd"
+"""Key of an exported model's config that mxd itself wrote: of layers, not of the base model."""
+
 _KERNELS = frozenset({"eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"})
 """Implementations in transformers and PyTorch themselves; others come from other packages or from repositories."""
 
@@ -134,7 +137,7 @@ def check_config(config: Any, trust_remote_code: bool = False) -> None:
     """
     if not isinstance(config, dict):
         raise ValueError(f"its config.json holds a {type(config).__name__}, expected an object")
-    for names, value in _leaves(config):
+    for names, value in _leaves({key: part for key, part in config.items() if key != OWN}):
         name = ".".join(names)
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"its config sets {name} to NaN")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mxd.artifacts.checkpoint import Trained
@@ -28,6 +29,7 @@ from mxd.planning.memory import ADAM_BYTES, MOMENT_BYTES
 from mxd.planning.plan import Plan, work_per_token
 from mxd.planning.process import base_process, state_disk
 from mxd.planning.profiler import Cost, meter
+from mxd.questions import refusal
 from mxd.splice import Splice
 from mxd.tuning import TuneConfig
 
@@ -39,10 +41,18 @@ LOWER = (
 
 
 def as_tuning(config: RunConfig) -> RunConfig:
-    """Return the config of the tuning that a run's config describes; a tuning's own stays as it is."""
+    """Return the config of the tuning that a run's config describes; a tuning's own stays as it is.
+
+    Raises:
+        MxdError: a value that a tuning cannot have.
+    """
     if config.tune.of:
         return config
-    return config.model_copy(update={"run": f"{config.run}-tuned", "training": tuning_as_training(config.tune)})
+    try:
+        training = tuning_as_training(config.tune)
+    except ValidationError as error:
+        raise refusal(error, TuneConfig) from error
+    return config.model_copy(update={"run": f"{config.run}-tuned", "training": training})
 
 
 def plan_tuning(

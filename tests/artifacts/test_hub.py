@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -770,6 +771,20 @@ def test_the_evaluation_of_a_run_is_not_overwritten_by_a_pulled_one(hub, run):
     with pytest.raises(MxdError, match=r"mine/README.md exists and holds something else"):
         pull("org/set", "mine")
     assert contents(Path("mine")) == {"README.md": b"notes"}
+
+
+def test_what_was_measured_here_stays_when_more_is_pulled(hub, run):
+    """Cards and measurements of this machine are not the Hub's, and no reason to refuse."""
+    push(run, "org/set")
+    first, *others = [path.name for path in pull("org/set", "mine")]
+    for name in others:
+        shutil.rmtree(Path("mine", name))
+    here = {Path("mine", first, "README.md"): "a card", Path("mine/README.md"): "its card"}
+    here[Path("mine", first, "faithfulness.json")] = here[Path("mine/faithfulness.json")] = "{}"
+    for path, text in here.items():
+        path.write_text(text)
+    assert [path.name for path in pull("org/set", "mine")] == [first, *others]
+    assert all(path.read_text() == text for path, text in here.items())
 
 
 def test_a_pulled_set_can_be_pushed_again(hub, run):

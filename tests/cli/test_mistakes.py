@@ -78,6 +78,14 @@ train c.yaml --model.device gpu | device 'gpu' is not available; choose auto, cp
 train c.yaml --run ../x | run: expected letters, digits, '.', '_' and '-'
 train c.yaml --groups 0 | cannot make 0 groups; choose one of 1
 plan c.yaml --processes 0 | Must be >= 1
+plan c.yaml --network nan | expected a finite number greater than 0, got nan
+plan c.yaml --tokens-per-second 0 | expected a finite number greater than 0, got 0
+plan c.yaml --tune.tokens 1 | tokens = 1 is less than one batch of 1024; raise it or lower batch_tokens
+generate done --words 5e9 | words: expected a number less than
+evaluate done --tokens 1 --context 2 | the MLP's output is the same at all positions that count (1)
+mask done --domains languages --score-column s | --score-column is for --scores
+mask done --domains languages --thresholds 0.9 | --thresholds is for --scores
+mask done --scores few.jsonl --ratio 3 | --ratio is for --domains
 evaluate done --tokens 0 | tokens: expected a number greater than 0, got 0
 evaluate done --context many | --context | expected a whole number, got 'many'
 steer done --scale nan | scale: expected a finite number, got 'nan'

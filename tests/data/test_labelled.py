@@ -91,7 +91,7 @@ def test_bad_rows_are_refused(tmp_path, line, message):
 def test_short_rows_broken_files_and_empty_files_are_refused(tmp_path):
     path = tmp_path / "bad.csv"
     path.write_text("text,label\na,b\nc\n")
-    with pytest.raises(MxdError, match="line 3: 'label' is None"):
+    with pytest.raises(MxdError, match="line 3: 1 cells, expected 2"):
         labelled_texts(path)
     path.write_bytes(b"text,label\n\xff\xfe,b\n")
     with pytest.raises(MxdError, match="cannot read"):
@@ -193,7 +193,7 @@ def test_bad_scored_texts_are_named(tmp_path):
         ("a.txt", "x", r"no scored texts at .*a\.txt'; expected a file, a folder, or a pattern"),
         ("b.csv", "text,score\na,high\nb,low\n", "line 2: got the text 'a' and the score 'high'; expected a number"),
         ("c.csv", "text,score\na,1\nb,\n", "line 3: got the text 'b' and the score ''"),
-        ("k.csv", "text,score\na\n", "line 2: got the text 'a' and the score None"),
+        ("k.csv", "text,score\na\n", "line 2: 1 cells, expected 2"),
         ("h.csv", "text,score\na,nan\n", "line 2: got the text 'a' and the score nan"),
         ("i.jsonl", '{"text": "a", "score": 1}\n[1]\n', "line 2: expected an object with fields, got list"),
         ("j.jsonl", '{"text": "a"}\n', "line 1: no column 'score'; it has: text"),

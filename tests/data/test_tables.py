@@ -37,8 +37,31 @@ def test_cells_are_what_was_written(tmp_path, suffix):
 def test_a_text_file_is_one_row(tmp_path, suffix):
     path, raw = tmp_path / f"t{suffix}", "\ufeffone\r\ntwo\n".encode()
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
-    assert read(path) == [{"text": "\ufeffone\r\ntwo\n"}]
-    assert read(path, "body") == [{"body": "\ufeffone\r\ntwo\n"}]
+    assert read(path) == [{"text": "one\r\ntwo\n"}]
+    assert read(path, "body") == [{"body": "one\r\ntwo\n"}]
+
+
+def test_bytes_in_parquet_are_text(tmp_path):
+    """As older writers of Parquet leave it."""
+    path = write_table(tmp_path / "t.parquet", [{"text": "é\n".encode(), "n": 1}])
+    assert read(path) == [{"text": "é\n", "n": 1}]
+    path = write_table(tmp_path / "t.parquet", [{"text": b"a"}, {"text": b"\xff"}])
+    with pytest.raises(MxdError, match=r"t\.parquet'?: row 2: .*expected text in UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,label\nHello, my friend,a\n", "line 2: 3 cells, expected 2; quote texts that hold commas"),
+        ("text,label\na,b\nc\n", "line 3: 1 cells, expected 2"),
+        ('text\n"a\nb"\n"c\nd\n', "line 4: .*is a quote not closed"),
+    ],
+)
+def test_rows_that_do_not_fit_the_header_are_refused(tmp_path, content, message):
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(MxdError, match=message):
+        read(tmp_path / "t.csv")
 
 
 def test_places_are_lines_of_the_file(tmp_path):

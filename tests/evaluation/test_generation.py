@@ -447,5 +447,11 @@ def test_one_prompt_is_continued_whole(trained_gpt2):
     assert example["prompt_text"] == TEXTS[0]
     assert example["prompt"] == trained_gpt2.tokenizer(TEXTS[0])["input_ids"]
     assert len(found["results"]["tc-k8"]["replacements"]) == 2
-    with pytest.raises(MxdError, match="no prompts"):
-        answer(subject(trained_gpt2, LAYER), prompt="  ")
+    with pytest.raises(MxdError, match="the prompt '' has no tokens"):
+        answer(subject(trained_gpt2, LAYER), prompt="")
+
+
+def test_white_space_around_a_prompt_is_part_of_it(trained_gpt2):
+    found = answer(subject(trained_gpt2, LAYER, bos=False), GenerationConfig(tokens=3), prompt="\n President ")
+    (example,) = found["results"]["r/2"]["examples"]
+    assert example["prompt"] == trained_gpt2.tokenizer("\n President ")["input_ids"]

@@ -17,6 +17,9 @@ def test_words_count_whole_and_in_any_case(tmp_path):
     words = make_scorer(WordsConfig(file=str(file)))
     assert isinstance(words, Scorer) and words.name == "the 2 words of words.txt"
     assert words(["You FOOL!", "foolish", "a cat.", "", "concat"]) == [1, 0, 1, 0, 0]
+    assert words(["a 'fool' said", "a fool--really", "the cat's", "dog-cat", "fool_cat"]) == [1, 1, 1, 1, 0]
+    phrases = WordList(frozenset({"son of a", "f**k"}))
+    assert phrases(["Son of a gun", "f**k this", "son of an", "fork", "xf**k"]) == [1, 1, 0, 0, 0]
     file.write_text(" \n")
     with pytest.raises(MxdError, match=r"words.txt' holds no words; expected one a line"):
         WordList.read(file)

@@ -195,6 +195,15 @@ def test_mistakes_are_named(gpt2, rows):
         leading_units(gpt2, one, [""])
 
 
+def test_prompts_are_checked_before_the_text_is_read(trained_gpt2):
+    def unread(start):
+        raise AssertionError("the text was read")
+
+    one = {"a": trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1))}
+    with pytest.raises(MxdError, match="prompt '' has no tokens"):
+        evaluate_structure(trained_gpt2, one, unread, StructureConfig(prompts=("The", "")))
+
+
 def test_the_command_writes_what_it_shows(trained_gpt2, tmp_path, capsys):
     data = {"source": "bundled", "split": "train", "context": 32}
     one = trained_on(trained_gpt2, 1, layer_for(trained_gpt2, 1), model="tiny-gpt2", data=data)

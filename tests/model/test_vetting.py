@@ -254,6 +254,13 @@ def test_configs_as_there_are_pass(config):
     check_config({"model_type": "x", **config, "text_config": config})
 
 
+def test_what_an_exported_model_says_of_its_layers_is_no_size_of_the_model():
+    ours = {"layers": {"1": {"provenance": {"training": {"tokens": 10**9}}}}}
+    check_config({"model_type": "x", "mxd": ours})
+    with pytest.raises(ValueError, match=r"its config sets other\.layers\.1\..*more than 10,000"):
+        check_config({"model_type": "x", "other": ours})
+
+
 def test_a_module_may_hold_what_its_weights_account_for():
     with torch.device("meta"):
         with bounded(WeightCounts(values=8 * 8 + 8, tensors=2)):

@@ -38,6 +38,9 @@ FORMATS = {
     "reference": reference.FORMAT,
 }
 
+FEWEST = 256
+"""Fewest tokens of which the loss of a conversion is measured; half of them fit thresholds."""
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -210,7 +213,9 @@ def _record(
     base: FrozenModel, provenance: Provenance, bos: bool, contexts: Contexts, tokens: int
 ) -> tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]:
     """Return MLP inputs and outputs on held-out text, with or without BOS; the halves come from different contexts."""
-    half = max(1, tokens // 2)
+    if tokens < FEWEST:
+        raise MxdError(f"tokens = {tokens:,} is too few to measure what is lost; expected {FEWEST:,} or more.")
+    half = tokens // 2
     batch_tokens = min(1024, half)
     bos_id = None if bos or base.tokenizer is None else base.tokenizer.bos_token_id
     # A buffer holds one half, so that the tokens of both are not mixed.

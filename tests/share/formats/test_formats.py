@@ -304,6 +304,12 @@ def test_a_unit_that_never_fires_is_switched_off(base, make, tmp_path):
     assert (pre > 0).any() and fit_thresholds(layer, x)[7] >= pre.max()
 
 
+def test_a_loss_is_not_measured_of_a_few_tokens(base, make, tmp_path):
+    with pytest.raises(MxdError, match="tokens = 255 is too few to measure what is lost; expected 256 or more"):
+        export_layers({"a": make(base, tmp_path, 0)}, base, rows, tmp_path / "out", "saelens", True, tokens=255)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("tool", ["saelens", "circuit-tracer"])
 def test_topk_goes_out_with_fitted_thresholds_and_says_what_that_loses(base, make, tmp_path, tool):
     trained = make(base, tmp_path, 0, skip=True)
