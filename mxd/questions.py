@@ -29,8 +29,11 @@ T = TypeVar("T")
 NoOption = Annotated[T, Parameter(parse=False)]
 """A field that is not an option of its command, or is one in another form."""
 
-Count = Annotated[int, Field(gt=0, lt=2**31)]
+Count = Annotated[int, Field(gt=0)]
 """How many: at least one."""
+
+Words = Annotated[int, Field(gt=0, le=10_000)]
+"""Words of a text that make a prompt."""
 
 Question = Literal[
     "faithfulness",
@@ -94,7 +97,7 @@ class GenerationConfig(Settings):
 
     limit: Count = 512
     """Prompts."""
-    words: Count = 4
+    words: Words = 4
     """Words of a text that make a prompt."""
     tokens: Count = 32
     """Tokens to add."""
@@ -111,7 +114,7 @@ class WholeConfig(Settings):
     """Random orders in which blocks are replaced."""
     limit: Count = 128
     """Prompts to continue."""
-    words: Count = 4
+    words: Words = 4
     """Words of a text that make a prompt."""
     new_tokens: Count = 32
     """Tokens to add."""
@@ -225,7 +228,7 @@ class UnderMaskConfig(Settings):
     """Positions of held-out text to read."""
     prompts: Count = 16
     """Texts of each domain that are continued, greedily."""
-    words: Count = 8
+    words: Words = 8
     """Words of a text that make a prompt."""
     new_tokens: Count = 32
     """Tokens to add."""

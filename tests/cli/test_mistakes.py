@@ -81,7 +81,7 @@ plan c.yaml --processes 0 | Must be >= 1
 plan c.yaml --network nan | expected a finite number greater than 0, got nan
 plan c.yaml --tokens-per-second 0 | expected a finite number greater than 0, got 0
 plan c.yaml --tune.tokens 1 | tokens = 1 is less than one batch of 1024; raise it or lower batch_tokens
-generate done --words 5e9 | words: expected a number less than
+generate done --words 5e9 | words: expected a number of at most 10000, got 5000000000
 evaluate done --tokens 1 --context 2 | the MLP's output is the same at all positions that count (1)
 mask done --domains languages --score-column s | --score-column is for --scores
 mask done --domains languages --thresholds 0.9 | --thresholds is for --scores
