@@ -96,19 +96,19 @@ def check_provenance(model: FrozenModel, block: int, provenance: Provenance) -> 
     """
     if provenance.block != block:
         raise MxdError(
-            f"this replacement was trained for block {provenance.block}, not {block}; splice it there, or pass "
-            "check=False to insist."
+            f"this replacement was trained for block {provenance.block}, not {block}; splice it there. "
+            "(In Python check=False insists.)"
         )
     if provenance.site != "mlp":
         raise MxdError(
             f"this replacement predicts the output of {provenance.site!r}, not of the mlp module, whose place it would "
-            "take; pass check=False to insist."
+            "take. (In Python check=False insists.)"
         )
     if provenance.fingerprint != model.fingerprint(block):
         raise MxdError(
             f"this replacement was trained for block {block} of {provenance.model!r} (revision {provenance.revision}, "
             f"MLP fingerprint {provenance.fingerprint}); {model.source!r} has other weights there (fingerprint "
-            f"{model.fingerprint(block)}). Load that model, or pass check=False to insist."
+            f"{model.fingerprint(block)}). Load that model. (In Python check=False insists.)"
         )
     if provenance.revision and model.revision and provenance.revision != model.revision:
         warn(

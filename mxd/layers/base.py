@@ -151,9 +151,11 @@ class ReplacementLayer(nn.Module, ABC):
         """Return the direction that unit ``n`` adds to the output, per unit of activation.
 
         Raises:
-            MxdError: the layer is not additive.
+            MxdError: the layer is not additive, or has no such unit.
         """
         self.check_additive()
+        if not 0 <= n < self.num_units:
+            raise MxdError(f"units are numbered 0 ... {self.num_units - 1:,}, got {n}.")
         return self._unit_output(n, x).to(x.dtype)
 
     def check_additive(self) -> None:

@@ -223,7 +223,10 @@ def claim(config: RunConfig, resume: bool, command: str, overwrite: bool = False
             "another name with --run NAME. (In Python: resume=True, overwrite=True, or another run in the config.)"
         )
     if resume and not existing.exists():
-        raise MxdError(f"nothing to resume in {folder}: there is no config.yaml. Start without --resume.")
+        raise MxdError(
+            f"nothing to resume in {folder}: there is no config.yaml. Start without --resume, "
+            f"or name the run that is to go on: mxd {command} FOLDER/config.yaml --resume."
+        )
     changed = differences(plain_config(load_config(existing)), plain_config(config)) if resume else []
     if changed:
         raise MxdError(

@@ -259,6 +259,9 @@ def test_the_output_is_the_sum_of_its_units(layer, x):
     total = rest + (dense(code, layer.num_units).unsqueeze(-1) * units).sum(-2)
     torch.testing.assert_close(layer(x), total)
     assert not torch.allclose(layer(x), rest)
+    for n in (-1, layer.num_units):
+        with pytest.raises(MxdError, match=rf"units are numbered 0 \.\.\. .*, got {n}"):
+            layer.unit_output(n, x)
 
 
 def test_ablating_a_unit_drops_its_term_and_steering_adds_one(layer, x):

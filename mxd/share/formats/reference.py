@@ -116,7 +116,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
     except Exception as error:  # a damaged file can make the loader raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise MxdError(f"cannot read {path}: {reason}") from error
+        raise MxdError(f"cannot read {path}, expected a file that torch.save wrote: {reason}.") from error
     cfg = content.get("cfg") if isinstance(content, dict) else None
     state = content.get("state_dict") if isinstance(content, dict) else None
     cfg = vars(cfg) if isinstance(cfg, InertConfig) else cfg
