@@ -1,7 +1,7 @@
 """How much of the bundled held-out text occurs word for word in its training text: shares of 20-grams, by document.
 
     python scripts/measure_overlap.py
-    python scripts/measure_overlap.py --length 8 --json overlap.json
+    python scripts/measure_overlap.py --length 8 --json overlap.json --check
 
 Splits are by document, but the Factbook's sections repeat each other's phrases from country to country. The table is in
 mxd/assets/README.md.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from goals import conclude
 
 from mxd.data.text import documents
 
@@ -54,11 +55,20 @@ def overlap(train: Sequence[str], held_out: Sequence[str], numbered: Numbered, n
     return [float(hashes.mean()) for hashes in hits]
 
 
+def known(table: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:
+    """Yield the held-out parts of which a document shares half of its text, or more, with the training text."""
+    for name, units in table.items():
+        for unit, numbers in units.items():
+            if numbers["largest"] >= 0.5:
+                yield f"{name}: a document shares {numbers['largest']:.0%} of its runs of {unit} with the training text"
+
+
 def main() -> None:
     """Measure, print a table, write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=20, help="words or characters in an n-gram")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where half of a held-out document is known")
     args = parser.parse_args()
     parts = [(split, source) for split in ("validation", "test") for source in SOURCES]
     held_out = {part: list(documents(f"bundled:{part[1]}", part[0])) for part in parts}
@@ -79,6 +89,8 @@ def main() -> None:
         print(f"| {name} | {units['characters']['documents']} | {' | '.join(cells)} |")
     if args.json:
         args.json.write_text(json.dumps(table, indent=2) + "\n")
+    if args.check:
+        conclude([*known(table)], "no held-out document shares half of its text with the training text")
 
 
 if __name__ == "__main__":

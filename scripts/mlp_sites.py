@@ -1,6 +1,6 @@
 """What the MLPs of a model's blocks are like, before anything replaces them: how linear, of what rank, with what sink.
 
-    python scripts/mlp_sites.py MODEL [--blocks 3 9] [--fit-tokens 65536] [--tokens 16384] [--json FILE]
+    python scripts/mlp_sites.py MODEL [--blocks 3 9] [--fit-tokens 65536] [--tokens 16384] [--json FILE] [--check]
 
 Of each block, on held-out tokens that are not special:
 
@@ -16,12 +16,13 @@ Of each block, on held-out tokens that are not special:
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from goals import conclude
 from jaxtyping import Float
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from mxd.model.loading import load_frozen
 
 RIDGE = 1e-6
 """Ridge of the fit, as a share of the inputs' mean variance."""
+LOST = 0.1
+"""Share of the variance that an affine map may lose from the text of its fit to held-out text."""
 
 Pair = tuple[Float[Tensor, "tokens d_in"], Float[Tensor, "tokens d_out"]]
 
@@ -138,6 +141,16 @@ def study(model: FrozenModel, blocks: Sequence[int], args: argparse.Namespace) -
     return {str(n): described(moments["train"][n], moments["test"][n], d_in[n], sinks[n]) for n in blocks}
 
 
+def fitted_to_noise(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the blocks whose affine map explains less on held-out text, by more than ``LOST`` of the variance."""
+    return [
+        f"block {n}: the affine map explains {one['linear']:.1%} of held-out variance, {one['linear_on_fit']:.1%} "
+        "where it was fitted; give more --fit-tokens, or leave out what is far from the rest"
+        for n, one in found.items()
+        if one["linear_on_fit"] - one["linear"] > LOST
+    ]
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,6 +163,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="draws the order of the text")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where an affine map is fitted to noise")
     args = parser.parse_args()
     model = load_frozen(args.model)
     blocks = list(range(model.num_blocks)) if args.blocks is None else args.blocks
@@ -164,6 +178,10 @@ def main() -> None:
         }
         with whole_file(args.json) as file:
             write_json(file, {"versions": versions(), "asked": asked, "blocks": found})
+    if args.check:
+        conclude(
+            fitted_to_noise(found), f"every affine map explains within {LOST:.0%} of what it does where it was fitted"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where does a training step's time go? Its operators, by their share of the time of a step as `mxd train` takes it.
 
-    python scripts/profile_step.py [--shape smollm2] [--expansion 8] [--layers TC MxD] [--tokens 1024 4096]
+    python scripts/profile_step.py [--shape smollm2] [--expansion 8] [--layers TC MxD] [--tokens 1024 4096] [--check]
 
 The layers and shapes are those of ``bench_step.py``; times are torch.profiler's, of the thread that calls, without
 what an operator calls in turn. Profiling slows small operators most, so shares, not times, are what to read.
@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_step
 import torch
+from goals import conclude
 from torch.profiler import ProfilerActivity, profile
 
 from mxd.layers import parse_layer, size
@@ -39,6 +40,11 @@ def operators(name: str, label: str, k: int, tokens: int, expansion: int) -> dic
     return about | {"seconds": total / STEPS / 1e6, "shares": shares}
 
 
+def products(row: dict[str, Any]) -> float:
+    """Return the share of a step that its matrix products take."""
+    return float(sum(row["shares"].get(name, 0.0) for name in ("aten::mm", "aten::addmm", "aten::bmm")))
+
+
 def main() -> None:
     """Parse, profile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,6 +55,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--top", type=int, default=8, help="operators that are listed")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where products take less than half of a step")
     args = parser.parse_args()
     keep_freed_memory()
     cases = [(label, tokens) for label in args.layers for tokens in args.tokens]
@@ -60,6 +67,14 @@ def main() -> None:
         print(f"| {row['layer']} | {row['units']:,} | {row['tokens']:,} | {1000 * row['seconds']:.0f} | {largest} |")
     if args.json:
         args.json.write_text(json.dumps({"threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n")
+    if args.check:
+        conclude(
+            [
+                f"{row['layer']}, {row['tokens']:,} tokens: products take {products(row):.0%} of a step, wanted 50%"
+                for row in rows
+                if products(row) < 0.5
+            ]
+        )
 
 
 if __name__ == "__main__":

@@ -189,11 +189,14 @@ def test_layers_and_scripts_that_answer_a_paper_exist():
 
 
 def test_every_script_that_measures_has_a_page():
-    """A script with ``--json`` is named with its folder, as a command, in the documentation."""
+    """A script with ``--json`` is named with its folder, as a command, in the documentation, and has ``--check``."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     measuring = [path.name for path in (ROOT / "scripts").glob("*.py") if 'add_argument("--json"' in path.read_text()]
     assert len(measuring) > 20
     assert [name for name in measuring if f"scripts/{name}" not in pages] == []
+    always = {"check_determinism.py", "check_interop.py", "fuzz.py", "soak.py"}  # nothing but checks
+    unchecked = {name for name in measuring if '"--check"' not in (ROOT / "scripts" / name).read_text()}
+    assert unchecked == always
 
 
 def test_every_numbered_item_of_the_papers_has_its_row():

@@ -152,6 +152,9 @@ def test_measure_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     numbers = json.loads(file.read_text())["test, Factbook"]
     assert numbers["words"] == {"documents": 1, "median": 0, "largest": 0}
     assert numbers["characters"]["documents"] == 2
+    assert list(module.known({"a": {"words": {"largest": 0.49}, "characters": {"largest": 0.5}}})) == [
+        "a: a document shares 50% of its runs of characters with the training text"
+    ]
 
 
 @pytest.mark.long
@@ -676,5 +679,9 @@ def test_profile_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench_ste
     assert (few["tokens"], many["tokens"]) == (64, 128) and few["seconds"] > 0
     shares = list(few["shares"].values())
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert any(name in few["shares"] for name in ("aten::addmm", "aten::mm"))
+    products = script("profile_step").products
+    assert products(few) == sum(few["shares"].get(name, 0) for name in ("aten::addmm", "aten::mm", "aten::bmm")) > 0
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path, "profile_step", *words, "--check")
+    assert ended.value.code == 1  # of so small a step products are the least
     assert f"| TC | {many['units']} | 128 |" in capsys.readouterr().out

@@ -218,6 +218,10 @@ def test_mlp_sites_agree_with_least_squares(monkeypatch: pytest.MonkeyPatch, tmp
         np.sqrt((y**2).mean())
     )
     assert found["median"] * found["sink"] == pytest.approx(sink, rel=1e-4)
+    noise = script("mlp_sites").fitted_to_noise
+    assert noise({"3": {"linear": 0.51, "linear_on_fit": 0.6}}) == []
+    (missed,) = noise({"3": {"linear": 0.49, "linear_on_fit": 0.6}})
+    assert missed.startswith("block 3: the affine map explains 49.0% of held-out variance, 60.0% where it was fitted")
 
 
 def test_rows_are_proven_by_as_many_candidates_as_the_proof_needs(monkeypatch: pytest.MonkeyPatch) -> None:
