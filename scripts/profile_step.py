@@ -8,6 +8,7 @@ what an operator calls in turn. Profiling slows small operators most, so shares,
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def products(row: dict[str, Any]) -> float:
     return float(sum(row["shares"].get(name, 0.0) for name in ("aten::mm", "aten::addmm", "aten::bmm")))
 
 
+def small(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the steps of which products take less than half."""
+    return [
+        f"{row['layer']}, {row['tokens']:,} tokens: products take {products(row):.0%} of a step, wanted 50%"
+        for row in rows
+        if products(row) < 0.5
+    ]
+
+
 def main() -> None:
     """Parse, profile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,13 +78,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps({"threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n")
     if args.check:
-        conclude(
-            [
-                f"{row['layer']}, {row['tokens']:,} tokens: products take {products(row):.0%} of a step, wanted 50%"
-                for row in rows
-                if products(row) < 0.5
-            ]
-        )
+        conclude(small(rows))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from mxd.common.files import file_sha256, read_json, regular
 from mxd.layers import ReplacementConfig, ReplacementLayer, parse_layer
 
 FORMAT = 2
-LAYER_FILES = ("config.json", "model.safetensors", "metrics.json", "faithfulness.json", "README.md")
+LAYER = ("config.json", "model.safetensors")
+"""Files that make a layer; the others say what was measured of it."""
+LAYER_FILES = (*LAYER, "metrics.json", "faithfulness.json", "README.md")
 """The files of a layer's folder; no others are ever uploaded or downloaded."""
 SET_FILES = ("faithfulness.json", "whole.json", FIGURE, "README.md")
 """Files that may lie beside the layers of a set."""

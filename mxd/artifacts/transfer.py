@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mxd.artifacts import hub
 from mxd.artifacts.card import FIGURE, Member, layer_card, license_of, set_card
-from mxd.artifacts.folders import LAYER_FILES, SET_FILES, find_layers, load_strictly
+from mxd.artifacts.folders import LAYER, LAYER_FILES, SET_FILES, find_layers, load_strictly
 from mxd.artifacts.hub import HubReference
 from mxd.artifacts.listing import layers_in
 from mxd.artifacts.measured import Evaluation, Whole
@@ -192,10 +192,6 @@ def pull(
             with atomic_file(copy) as partial:
                 shutil.copyfile(source, partial)
     return list(copies)
-
-
-LAYER = ("config.json", "model.safetensors")
-"""Files that make a layer; the others say what was measured of it."""
 
 
 def _layer_files(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 The options of a question are the fields of its config (``mxd/questions.py``).
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,14 +93,11 @@ def mask(
     """
     if (domains is None) == (scores is None):
         raise MxdError("give either labelled texts, --domains factbook, or scored texts, --scores FILE.")
+    if scores is not None and by_domain is not DEFAULTS.masking:
+        _refuse(by_domain.model_fields_set - SHARED, "--domains")
     if scores is None:
-        foreign = set() if by_score is PURGING else set(by_score.model_fields_set)
-        foreign |= set() if thresholds == THRESHOLDS else {"thresholds"}
-    else:
-        foreign = set() if by_domain is DEFAULTS.masking else by_domain.model_fields_set - SHARED
-    if foreign:
-        option, other = min(foreign).replace("_", "-"), "--scores" if scores is None else "--domains"
-        raise MxdError(f"--{option} is for {other}; leave it out.")
+        _refuse({"thresholds"} if thresholds != THRESHOLDS else set(), "--scores")
+        _refuse(by_score.model_fields_set if by_score is not PURGING else set(), "--scores")
     under = _with_tasks(under, tasks, lm_eval_groups)
     shared: dict[str, Any] = {"under": under} | ({} if limit is None else {"limit": limit})
     by_domain = changed(by_domain, domains=domains or "", **shared)
@@ -116,6 +114,16 @@ def mask(
     for name, result in results["results"].items():
         show(table(name, result), *under_mask_tables(name, result))
     save(results, checkpoints, f"{kind}-together" if together else kind, out)
+
+
+def _refuse(foreign: Set[str], other: str) -> None:
+    """Refuse options that are for the other kind of text.
+
+    Raises:
+        MxdError: there is one.
+    """
+    if foreign:
+        raise MxdError(f"--{min(foreign).replace('_', '-')} is for {other}; leave it out.")
 
 
 def _with_tasks(under: UnderMaskConfig, tasks: LmEval, groups: str | None = None) -> UnderMaskConfig:

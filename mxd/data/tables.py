@@ -187,7 +187,7 @@ def hub_rows(source: str, table: Iterable[Row]) -> Iterator[Located]:
     """
     with reading(source):
         for number, row in enumerate(table, 1):
-            yield f"{source}, row {number}", {name: _text_of(f"row {number}", cell) for name, cell in row.items()}
+            yield f"{source}, row {number}", _with_text(row)
 
 
 @contextmanager
@@ -261,15 +261,17 @@ def _parquet(file: Path, column: str | None) -> Iterator[Located]:
     columns = [column] if column in table.schema_arrow.names else None  # all, so that a message can name them
     batches = table.iter_batches(PARQUET_ROWS, columns=columns)
     for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-        yield f"row {number}", {name: _text_of(f"row {number}", cell) for name, cell in row.items()}
+        yield f"row {number}", _with_text(row)
 
 
-def _text_of(where: str, cell: Any) -> Any:
-    """Return a cell, text where it is bytes: some writers of Parquet do not mark text as text."""
-    try:
-        return cell.decode("utf-8") if isinstance(cell, bytes) else cell
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: {error}; expected text in UTF-8") from error
+def _with_text(row: Row) -> Row:
+    """Return a row, its bytes as text where they are text: some writers of Parquet do not mark it as such."""
+    found = dict(row)
+    for name, cell in row.items():
+        if isinstance(cell, bytes):
+            with suppress(UnicodeDecodeError):
+                found[name] = cell.decode("utf-8")
+    return found
 
 
 def _csv(file: Unpacked) -> Iterator[Located]:

@@ -352,6 +352,8 @@ def _texts(rows: Rows, column: str, tokenizer: Any) -> Iterator[str]:
         cell = row[column]
         if isinstance(cell, list | dict):
             cell = chat_text(where, cell, tokenizer)
+        if isinstance(cell, bytes):
+            raise MxdError(f"{where}: {column!r} holds bytes that are not text in UTF-8.")
         yield "" if cell is None else without_surrogates(str(cell))
 
 

@@ -85,7 +85,7 @@ def hanging(text: Text, console: Console) -> Iterator[Text]:
     """Yield the lines of a text as they fit into a console, broken ones going on below what follows their label."""
     for line in text.split("\n", allow_blank=True):
         label, *rest = line.divide([LABEL])
-        first, *others = (rest[0] if rest else Text()).wrap(console, console.width - LABEL)
+        first, *others = (rest[0] if rest else Text()).wrap(console, max(1, console.width - LABEL))
         yield Text.assemble(label, first)
         yield from (Text.assemble(" " * LABEL, other) for other in others)
 
